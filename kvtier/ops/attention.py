@@ -1,0 +1,120 @@
+"""Attention of one layer: decoding straight from pages, prefill on a workspace, and the merge of partial results.
+
+Query head h attends to KV head `h // (Hq / Hkv)`. Logits are `softmax_scale * q.k`; with a soft-cap c they become
+`c * tanh(logit / c)`. With a sliding window w, a query at position p sees the keys at positions `p - w + 1` to p, as in
+Hugging Face transformers. Sums are in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtier.errors import InvalidRequestError
+from kvtier.ops.codec import GlobalScales
+from kvtier.ops.gather import read_tokens
+from kvtier.pages.views import LayerView
+
+QUERY_CHUNK = 128  # queries at a time in a prefill: bounds the memory of masks and logits, and skips keys that none sees
+
+
+class AttentionResult(NamedTuple):
+    """Attention over some keys of each query.
+
+    Shapes, with queries B and query heads Hq:
+        out: `(B, Hq, D)`, dtype of the query; zeros where there was no key.
+        lse: `(B, Hq)` fp32, natural logarithm of the sum of the exponentials of the logits; -inf where there was no key.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def decode_attention(
+    query: torch.Tensor,
+    view: LayerView,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scales: GlobalScales,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+) -> AttentionResult:
+    """One query for each of B sequences, that of its last token, over the tokens in its pages.
+
+    Args:
+        query: `(B, Hq, D)`, floating point; Hq is a multiple of the pages' KV heads.
+        view: one layer of the pool, of any page format.
+        page_table: `(B, max_pages)` int32, page numbers of each sequence in order; entries past its length are not read.
+        lengths: `(B,)` int32, tokens of each sequence, its last one included; 0 gives zeros and an lse of -inf.
+        scales: global scales of this layer.
+
+    Raises `InvalidRequestError` when heads do not divide, a page lies outside the pool or the table is too short.
+    """
+    _check_heads(query.shape[1], view.k_data.shape[1])
+    _check_window(sliding_window)
+    out = torch.zeros_like(query)
+    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+    for index, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        first = max(0, length - sliding_window) if sliding_window else 0
+        tokens = read_tokens(view, page_table[index], first, length, scales, torch.float32)
+        keys, values = tokens.key.transpose(0, 1), tokens.value.transpose(0, 1)
+        grouped = query[index].float().unflatten(0, (len(keys), -1))
+        logits = _logits(grouped, keys, softmax_scale, logit_softcap)
+        lse[index] = logits.logsumexp(-1).flatten()
+        out[index] = (logits.softmax(-1) @ values).flatten(0, 1)
+    return AttentionResult(out, lse)
+
+
+def merge_attention(first: AttentionResult, second: AttentionResult) -> AttentionResult:
+    """Attention of the same queries over the keys of both; `out` has the dtype of `first.out`."""
+    lse = torch.logaddexp(first.lse, second.lse)
+    reference = lse.masked_fill(lse == -torch.inf, 0)  # no key in either: both weights are exp(-inf) = 0, not NaN
+    weighted = (part.out.float() * (part.lse - reference).exp().unsqueeze(-1) for part in (first, second))
+    return AttentionResult(sum(weighted, start=torch.zeros(())).to(first.out.dtype), lse)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last S of T tokens of one sequence: `(S, Hq, D)`, dtype of the query.
+
+    Args:
+        query: `(S, Hq, D)`, of the tokens at positions T - S to T - 1.
+        key, value: `(T, Hkv, D)`, of any floating dtype; they are cast to the query's.
+
+    Memory beyond inputs and output is at most proportional to Hq * 128 * T.
+    Raises `InvalidRequestError` when heads do not divide or S exceeds T.
+    """
+    num_queries, num_keys = len(query), len(key)
+    _check_heads(query.shape[1], key.shape[1])
+    _check_window(sliding_window)
+    if num_queries > num_keys:
+        raise InvalidRequestError(f"{num_queries} queries are more than the {num_keys} tokens that have keys")
+    queries, keys, values = (tensor.to(query.dtype).transpose(0, 1) for tensor in (query, key, value))
+    out = torch.empty_like(query)
+    for start in range(0, num_queries, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, num_queries)
+        position = torch.arange(num_keys - num_queries + start, num_keys - num_queries + end, device=query.device)
+        first_key = max(0, num_keys - num_queries + start + 1 - sliding_window) if sliding_window else 0
+        seen = slice(first_key, num_keys - num_queries + end)
+        distance = position.unsqueeze(1) - torch.arange(seen.start, seen.stop, device=query.device)
+        mask = distance >= 0
+        if sliding_window:
+            mask &= distance < sliding_window
+        chunk = (queries[:, start:end], keys[:, seen], values[:, seen])
+        if logit_softcap is None:
+            attended = scaled_dot_product_attention(*chunk, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+        else:
+            attended = _capped_attention(*chunk, mask, softmax_scale, logit_softcap)
+        out[start:end] = attended.transpose(0, 1)
+    return out
