@@ -72,6 +72,10 @@ class DaemonUnavailableError(KvtierError):
     """No daemon answers at this address, or not in time."""
 
 
+class DeadlineError(DaemonUnavailableError):
+    """A daemon took the request, but did not answer in time."""
+
+
 class SessionLostError(KvtierError):
     """The session to the daemon broke. Its leases are gone; the client attaches anew by itself."""
 
@@ -107,6 +111,7 @@ STATUS: dict[type[KvtierError], StatusCode] = {
     NotAttachedError: StatusCode.FAILED_PRECONDITION,
     DrainingError: StatusCode.UNAVAILABLE,
     DaemonUnavailableError: StatusCode.UNAVAILABLE,
+    DeadlineError: StatusCode.DEADLINE_EXCEEDED,
     SessionLostError: StatusCode.UNAVAILABLE,
     RedisUnavailableError: StatusCode.UNAVAILABLE,
     RedisFullError: StatusCode.RESOURCE_EXHAUSTED,

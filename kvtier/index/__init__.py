@@ -4,7 +4,7 @@
 """
 
 from kvtier.index.leases import Lease, LeaseTable
-from kvtier.index.page_index import PageIndex, PageRun
+from kvtier.index.page_index import PageIndex, PageRun, Removed
 from kvtier.index.policy import EvictionPolicy, LruPolicy
 from kvtier.index.pool import NO_SLOT, SlotPool
 from kvtier.index.radix import Cursor, Match, Node, RadixTree
@@ -21,5 +21,6 @@ __all__ = [
     "PageIndex",
     "PageRun",
     "RadixTree",
+    "Removed",
     "SlotPool",
 ]

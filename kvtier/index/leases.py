@@ -1,7 +1,7 @@
 """Leases: which session holds which device slots.
 
-A lease holds tree pages, which it may read, and owns reserved pages, which it may write until it commits them. A pin is a
-lease without a session that runs out at a set time.
+A lease holds tree pages, which it may read, and owns reserved pages, which it may write until it commits them. A pin is
+a lease without a session that runs out at a set time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.index.radix import Cursor
 PIN_SESSION = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
     """A session's claim on one sequence. Changed by `LeaseTable` and `PageIndex` only.
 
@@ -48,7 +48,8 @@ class Lease:
             raise InvalidRequestError("pages names a page twice; a page can be committed once")
         if foreign := sorted(distinct - self.reserved)[:8]:
             raise InvalidRequestError(
-                f"pages {foreign} are not reserved by lease {self.lease_id}; commit pages that Acquire or Extend gave you"
+                f"pages {foreign} are not reserved by lease {self.lease_id}; "
+                "commit each page once, and only pages that Acquire or Extend gave you"
             )
 
 
@@ -101,7 +102,7 @@ class LeaseTable:
         self._slots.free(own)
 
     def lose(self, session_id: int, free_at: float) -> int:
-        """Ends all leases of a lost session; their own pages are free from `free_at` on. Returns the number of leases."""
+        """Ends all leases of a lost session; their own pages are free from `free_at` on. Returns how many ended."""
         lost = [lease for lease in self if lease.session_id == session_id]
         for lease in lost:
             own = self._end(lease)

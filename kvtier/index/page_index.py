@@ -1,7 +1,7 @@
 """The index of one cache: which pages are known, where they are, who holds them, and which may go.
 
-Everything here is synchronous and moves no bytes. Transfers are done around it in three steps: take slots (held, so that
-nobody else frees them), copy, publish or drop.
+Everything here is synchronous and moves no bytes. Transfers are done around it in three steps: take slots (held, so
+that nobody else frees them), copy, publish or drop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from kvtier.index.leases import Lease, LeaseTable
 from kvtier.index.policy import EvictionPolicy, VictimQueue
 from kvtier.index.pool import NO_SLOT, SlotArray, SlotPool, slot_array
-from kvtier.index.radix import BoolArray, Cursor, Node, RadixTree, Segment
+from kvtier.index.radix import BoolArray, Cursor, Match, Node, RadixTree, Segment
 from kvtier.pages.chain import Extras
 
 
@@ -44,6 +44,14 @@ class Published(NamedTuple):
     segments: list[Segment]
 
 
+class Removed(NamedTuple):
+    """Numbers of pages: freed on the device, freed in host memory, and kept since they are held or precede such pages."""
+
+    device: int
+    host: int
+    kept: int
+
+
 class PageIndex:
     """Tree, slots of both pools, leases and eviction candidates of one cache."""
 
@@ -53,11 +61,9 @@ class PageIndex:
         self.host = SlotPool(num_host)
         self.leases = LeaseTable(self.device)
         self._clock = 0
-        self._device_queue = VictimQueue("device", policy, lambda node: node.num_device > 0 and not node.device_children)
+        self._device_queue = VictimQueue("device", policy, _ends_on_device)
         self._mirror_queue = VictimQueue("mirror", policy, _has_mirror)
-        self._leaf_queue = VictimQueue(
-            "leaf", policy, lambda node: node.num_device < node.num_pages and not node.children
-        )
+        self._leaf_queue = VictimQueue("leaf", policy, _ends_on_host)
 
     # --- recency -----------------------------------------------------------------------------------------------------
 
@@ -98,8 +104,8 @@ class PageIndex:
     ) -> Published:
         """Makes whole pages behind `start` visible, with their slots on the device or in host memory.
 
-        A page that the tree knows takes a slot only where it has none. For `device`, all pages before `start` must be on
-        the device and held.
+        A page that the tree knows takes a slot only where it has none. For `device`, all pages before `start` must be
+        on the device and held.
         """
         known = self.tree.match(start, tokens, extras)
         segments = known.segments
@@ -138,6 +144,20 @@ class PageIndex:
         self.touch(lease.end)
         return int(np.count_nonzero(~published.taken))
 
+    def hold_device_prefix(self, lease: Lease, start: Cursor, tokens: bytes, extras: Extras) -> tuple[Match, int]:
+        """Lets a lease, which begins at `start`, hold the pages of a prefix that are on the device by now.
+
+        Returns what the tree knows of the prefix, and how many of these pages are on the device.
+        """
+        known = self.tree.match(start, tokens, extras)
+        slots = known.device_slots()
+        on_device = int(np.count_nonzero(slots != NO_SLOT))
+        held = lease.end.depth - start.depth
+        if on_device > held:
+            self.leases.hold(lease, slots[held:on_device])
+            lease.end = Cursor(known.end.node, start.depth + on_device)
+        return known, on_device
+
     def _device_changed(self, node: Node) -> None:
         """Brings the counts in line with the node's device column."""
         was = node.num_device
@@ -170,7 +190,7 @@ class PageIndex:
         popped: list[Node] = []
         while count > 0 and (node := self._device_queue.pop()) is not None:
             popped.append(node)
-            num_pages = min(count, _trailing_free(self.device, node.device[: node.num_device]))
+            num_pages = min(count, _trailing(~self.device.is_held(node.device[: node.num_device])))
             if num_pages:
                 depth = node.first_page + node.num_device
                 run = self.run(Cursor(node, depth), depth - num_pages)
@@ -182,12 +202,12 @@ class PageIndex:
         return runs
 
     def take_host_victims(self, count: int) -> list[PageRun]:
-        """Up to `count` pages that are in host memory alone and may leave it; their host slots are held for the caller."""
+        """Up to `count` pages that are in host memory alone and may leave it; their host slots are held."""
         runs: list[PageRun] = []
         popped: list[Node] = []
         while count > 0 and (node := self._leaf_queue.pop()) is not None:
             popped.append(node)
-            num_pages = min(count, _trailing_free(self.host, node.host[node.num_device :]))
+            num_pages = min(count, _trailing(~self.host.is_held(node.host[node.num_device :])))
             if num_pages:
                 run = self.run(Cursor(node, node.end_page), node.end_page - num_pages)
                 self.host.hold(run.host)
@@ -236,26 +256,25 @@ class PageIndex:
     def drop_device(self, run: PageRun) -> int:
         """Takes the pages of a run off the device, last first, and frees their slots; returns how many went.
 
-        Stops at a page that is held, has a page on the device behind it, or has no other copy while pages in host memory
-        follow it. A page without any other copy leaves the tree.
+        Stops at a page that is held, has a page on the device behind it, or has no other copy while pages in host
+        memory follow it. A page without any other copy leaves the tree.
         """
         freed = 0
         for node, first, last in reversed(self.tree.path(run.cursor, run.first_page)):
             if node.device_children or node.num_device != last:
                 break
-            keep = last
-            while keep > first and not self.device.is_held(node.device[keep - 1 : keep])[0]:
-                if node.host[keep - 1] == NO_SLOT and (node.children or keep != node.num_pages):
-                    break
-                self.device.free(node.device[keep - 1 : keep])
-                node.device[keep - 1] = NO_SLOT
-                node.num_device = keep - 1
-                if node.host[keep - 1] == NO_SLOT:
-                    self._trim(node, keep - 1)
-                keep -= 1
-                freed += 1
+            num_free = _trailing(~self.device.is_held(node.device[first:last]))
+            copied = node.host[last - num_free : last] != NO_SLOT
+            lone = _trailing(~copied) if last == node.num_pages and not node.children else 0
+            num_pages = lone + _trailing(copied[: num_free - lone])
+            self.device.free(node.device[last - num_pages : last])
+            node.device[last - num_pages : last] = NO_SLOT
+            node.num_device = last - num_pages
+            if lone:
+                self._trim(node, last - lone)
             self._settle(node, last)
-            if keep > first:
+            freed += num_pages
+            if num_pages < last - first:
                 break
         return freed
 
@@ -266,7 +285,7 @@ class PageIndex:
             if node.children or node.num_pages != last:
                 break
             first = max(first, node.num_device)
-            num_pages = min(last - first, _trailing_free(self.host, node.host[first:last]))
+            num_pages = min(last - first, _trailing(~self.host.is_held(node.host[first:last])))
             self.host.free(node.host[last - num_pages : last])
             self._trim(node, last - num_pages)
             self._enqueue(node)
@@ -274,6 +293,28 @@ class PageIndex:
             if node.num_pages:
                 break
         return freed
+
+    def remove_namespace(self, namespace: str) -> Removed:
+        """Takes all pages of a namespace out of the tree, but for those that something holds and what lies before them."""
+        device = host = kept = 0
+        for node in reversed(list(self.tree.nodes(namespace))):
+            free = ~(self._is_held(self.device, node.device) | self._is_held(self.host, node.host))
+            num_pages = 0 if node.children else _trailing(free)
+            first, was = node.num_pages - num_pages, node.num_device
+            for pool, column in ((self.device, node.device[first:]), (self.host, node.host[first:])):
+                pool.free(column[column != NO_SLOT])
+            device += int(np.count_nonzero(node.device[first:] != NO_SLOT))
+            host += int(np.count_nonzero(node.host[first:] != NO_SLOT))
+            kept += first
+            node.num_device = min(was, first)
+            if num_pages:
+                self._trim(node, first)
+            self._settle(node, was)
+        return Removed(device, host, kept)
+
+    @staticmethod
+    def _is_held(pool: SlotPool, column: SlotArray) -> BoolArray:
+        return (column != NO_SLOT) & pool.is_held(column)
 
     def _settle(self, node: Node, was: int) -> None:
         """After `num_device` fell from `was`: tells the parent, and queues the node again."""
@@ -291,7 +332,9 @@ class PageIndex:
 
     # --- integrity ---------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, device_in_transit: SlotArray | None = None, host_in_transit: SlotArray | None = None) -> None:
+    def check_integrity(
+        self, device_in_transit: SlotArray | None = None, host_in_transit: SlotArray | None = None
+    ) -> None:
         """Raises `AssertionError` unless every slot has one owner and every count is right.
 
         `*_in_transit` are allocated slots that a transfer has not published yet.
@@ -317,9 +360,9 @@ class PageIndex:
             assert not node.num_device or whole, "a page is on the device, but the page before it is not"
             in_device = sum(child.num_device > 0 for child in node.children.values())
             assert node.device_children == in_device, "the count of children on the device is off"
-            assert not (node.num_device and not in_device) or "device" in node.queued_in, "a victim is not queued"
-            assert not (node.num_device < node.num_pages and not node.children) or "leaf" in node.queued_in
-            assert not _has_mirror(node) or "mirror" in node.queued_in
+            assert not _ends_on_device(node) or "device" in node.queued_in, "a device victim is not queued"
+            assert not _ends_on_host(node) or "leaf" in node.queued_in, "a host victim is not queued"
+            assert not _has_mirror(node) or "mirror" in node.queued_in, "a mirror is not queued"
         held = np.zeros(self.device.num_slots, dtype=np.int64)
         for lease in self.leases:
             for slots in lease.held:
@@ -335,11 +378,19 @@ def _fill(column: SlotArray, first: int, last: int, slots: SlotArray) -> BoolArr
     return empty
 
 
+def _ends_on_device(node: Node) -> bool:
+    return node.num_device > 0 and not node.device_children
+
+
+def _ends_on_host(node: Node) -> bool:
+    return node.num_device < node.num_pages and not node.children
+
+
 def _has_mirror(node: Node) -> bool:
     return bool((node.host[: node.num_device] != NO_SLOT).any())
 
 
-def _trailing_free(pool: SlotPool, slots: SlotArray) -> int:
-    """How many of the last `slots` nothing holds."""
-    held = np.flatnonzero(pool.is_held(slots))
-    return int(slots.size - (held[-1] + 1 if held.size else 0))
+def _trailing(mask: BoolArray) -> int:
+    """How many of the last entries are all true."""
+    false = np.flatnonzero(~mask)
+    return int(mask.size - (false[-1] + 1 if false.size else 0))

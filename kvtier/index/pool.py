@@ -38,7 +38,7 @@ class SlotPool:
 
     def allocate(self, count: int) -> SlotArray:
         """`count` free slots, now allocated without holds. The caller has checked `num_free`."""
-        if count > self.num_free:
+        if not 0 <= count <= self.num_free:
             raise ValueError(f"{count} slots asked, {self.num_free} free")
         first = self.num_free - count
         slots = self._stack[first : self.num_free][::-1].copy()

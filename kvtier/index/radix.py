@@ -4,7 +4,8 @@ A node is a run of whole pages: its edge label is the tokens of the run, compare
 digest of extra keys (mostly empty) and the tokens of their first page, so a lookup is one dictionary access and one
 memory comparison a node. A page at which extra keys begin always starts a node.
 
-For every page a node knows the chain key, the device and host slot (`NO_SLOT` where it has none) and whether Redis has it.
+For every page a node knows the chain key, the device and host slot (`NO_SLOT` where it has none) and whether Redis has
+it.
 
 NOTE: On every path the pages on the device are a prefix: a page is on the device only if all pages before it are.
 `PageIndex` keeps this; eviction works from the leaves and promotion from the root.
@@ -22,6 +23,8 @@ from kvtier.index.pool import NO_SLOT, SlotArray
 from kvtier.pages.chain import KEY_BYTES, TOKEN_BYTES, Extras
 
 BoolArray = npt.NDArray[np.bool_]
+
+_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
 class Node:
@@ -99,22 +102,23 @@ class Segment(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The known pages behind a cursor. `end` is the cursor behind them."""
+    """The known pages behind a cursor: `segments` as they were then, `end` is the cursor behind them."""
 
     segments: list[Segment]
     num_pages: int
     end: Cursor
 
-    def _column(self, parts: list[npt.NDArray[np.int32]]) -> SlotArray:
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    # NOTE: The slots are looked up anew: `segments` name other pages once a node is split, which `touch` does.
 
     def device_slots(self) -> SlotArray:
         """Device slot of every matched page; those on the device come first."""
-        return self._column([node.device[start:stop] for node, start, stop in self.segments])
+        segments = RadixTree.path(self.end, self.end.depth - self.num_pages)
+        return np.concatenate([_NO_SLOTS, *(node.device[start:stop] for node, start, stop in segments)])
 
     def host_slots(self) -> SlotArray:
         """Host slot of every matched page."""
-        return self._column([node.host[start:stop] for node, start, stop in self.segments])
+        segments = RadixTree.path(self.end, self.end.depth - self.num_pages)
+        return np.concatenate([_NO_SLOTS, *(node.host[start:stop] for node, start, stop in segments)])
 
 
 class RadixTree:
@@ -137,7 +141,8 @@ class RadixTree:
             self._roots[namespace] = node
         return Cursor(node, 0)
 
-    def locate(self, cursor: Cursor) -> tuple[Node, int]:
+    @staticmethod
+    def locate(cursor: Cursor) -> tuple[Node, int]:
         """The node that has the page before `cursor`, and how many of its pages lie before it."""
         node, depth = cursor
         while node.first_page >= depth and node.parent is not None:
@@ -187,12 +192,13 @@ class RadixTree:
         first = int(np.argmax(different)) if different.any() else different.size
         return first * 8 // self.stride
 
-    def path(self, cursor: Cursor, first_page: int = 0) -> list[Segment]:
+    @staticmethod
+    def path(cursor: Cursor, first_page: int = 0) -> list[Segment]:
         """The pages from `first_page` up to `cursor`, in order."""
         segments: list[Segment] = []
-        depth = cursor.depth
+        node, depth = cursor
         while depth > first_page:
-            node, offset = self.locate(Cursor(cursor.node, depth))
+            node, offset = RadixTree.locate(Cursor(node, depth))
             start = max(0, first_page - node.first_page)
             segments.append(Segment(node, start, offset))
             depth = node.first_page + start
@@ -237,7 +243,8 @@ class RadixTree:
         parent = node.parent
         assert parent is not None and 0 < offset < node.num_pages
         cut = offset * self.stride
-        upper = Node(parent, node.namespace, node.first_page, node.extra, node.tokens[:cut], node.keys[: offset * KEY_BYTES])
+        keys = node.keys[: offset * KEY_BYTES]
+        upper = Node(parent, node.namespace, node.first_page, node.extra, node.tokens[:cut], keys)
         upper.device, node.device = node.device[:offset].copy(), node.device[offset:].copy()
         upper.host, node.host = node.host[:offset].copy(), node.host[offset:].copy()
         upper.stored, node.stored = node.stored[:offset].copy(), node.stored[offset:].copy()

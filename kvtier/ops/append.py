@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops.codec import GlobalScales, encode
-from kvtier.pages.views import LayerView, page_format_of
+from kvtier.ops.codec import GlobalScales, encode, page_format_of
+from kvtier.pages.views import LayerView
 
 
 def quantize_append(
@@ -22,21 +22,17 @@ def quantize_append(
 
     Raises `InvalidRequestError` when shapes disagree or a slot lies outside the pool; nothing is written then.
     """
-    num_pages, num_heads, page_size, _ = view.k_data.shape
-    if key.shape != value.shape or key.shape[:2] != (len(slots), num_heads):
+    page_format = page_format_of(view)
+    k, v = encode(key, page_format, scales.k), encode(value, page_format, scales.v)
+    num_pages, num_heads, page_size, row_length = view.k_data.shape
+    if not k.data.shape == v.data.shape == (len(slots), num_heads, row_length):
         raise InvalidRequestError(
-            f"key is {tuple(key.shape)}, value {tuple(value.shape)} and slots {tuple(slots.shape)}; "
-            f"key and value must be (tokens, {num_heads}, head_dim) with one slot a token"
+            f"key is {tuple(key.shape)}, value {tuple(value.shape)} and slots {tuple(slots.shape)}; key and value must "
+            f"be (tokens, {num_heads}, head_dim) with one slot a token and the pages' head_dim"
         )
     num_slots = num_pages * page_size
     if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
         raise InvalidRequestError(f"slots reach from {int(slots.min())} to {int(slots.max())} of 0 to {num_slots - 1}")
-    pages, offsets = slots // page_size, slots % page_size
-    page_format = page_format_of(view)
-    for data, block_scales, values, global_scale in (
-        (view.k_data, view.k_scales, key, scales.k),
-        (view.v_data, view.v_scales, value, scales.v),
-    ):
-        encoded = encode(values, page_format, global_scale)
-        data[pages, :, offsets] = encoded.data
-        block_scales[pages, :, offsets] = encoded.scales
+    place = (slots // page_size, slice(None), slots % page_size)
+    view.k_data[place], view.k_scales[place] = k
+    view.v_data[place], view.v_scales[place] = v

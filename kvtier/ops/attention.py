@@ -17,7 +17,7 @@ from kvtier.ops.codec import GlobalScales
 from kvtier.ops.gather import read_tokens
 from kvtier.pages.views import LayerView
 
-QUERY_CHUNK = 128  # queries at a time in a prefill: bounds the memory of masks and logits, and skips keys that none sees
+QUERY_CHUNK = 128  # queries at a time in a prefill: bounds the memory of masks and logits, and skips unseen keys
 
 
 class AttentionResult(NamedTuple):
@@ -25,7 +25,7 @@ class AttentionResult(NamedTuple):
 
     Shapes, with queries B and query heads Hq:
         out: `(B, Hq, D)`, dtype of the query; zeros where there was no key.
-        lse: `(B, Hq)` fp32, natural logarithm of the sum of the exponentials of the logits; -inf where there was no key.
+        lse: `(B, Hq)` fp32, natural logarithm of the sum of exp(logit); -inf where there was no key.
     """
 
     out: torch.Tensor
@@ -47,14 +47,13 @@ def decode_attention(
     Args:
         query: `(B, Hq, D)`, floating point; Hq is a multiple of the pages' KV heads.
         view: one layer of the pool, of any page format.
-        page_table: `(B, max_pages)` int32, page numbers of each sequence in order; entries past its length are not read.
+        page_table: `(B, max_pages)` int32, each sequence's page numbers in order; those past its length are not read.
         lengths: `(B,)` int32, tokens of each sequence, its last one included; 0 gives zeros and an lse of -inf.
         scales: global scales of this layer.
 
     Raises `InvalidRequestError` when heads do not divide, a page lies outside the pool or the table is too short.
     """
-    _check_heads(query.shape[1], view.k_data.shape[1])
-    _check_window(sliding_window)
+    _check(query.shape[1], view.k_data.shape[1], sliding_window)
     out = torch.zeros_like(query)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
     for index, length in enumerate(lengths.tolist()):
@@ -63,7 +62,7 @@ def decode_attention(
         first = max(0, length - sliding_window) if sliding_window else 0
         tokens = read_tokens(view, page_table[index], first, length, scales, torch.float32)
         keys, values = tokens.key.transpose(0, 1), tokens.value.transpose(0, 1)
-        grouped = query[index].float().unflatten(0, (len(keys), -1))
+        grouped = torch.unflatten(query[index], 0, (len(keys), -1))
         logits = _logits(grouped, keys, softmax_scale, logit_softcap)
         lse[index] = logits.logsumexp(-1).flatten()
         out[index] = (logits.softmax(-1) @ values).flatten(0, 1)
@@ -74,8 +73,10 @@ def merge_attention(first: AttentionResult, second: AttentionResult) -> Attentio
     """Attention of the same queries over the keys of both; `out` has the dtype of `first.out`."""
     lse = torch.logaddexp(first.lse, second.lse)
     reference = lse.masked_fill(lse == -torch.inf, 0)  # no key in either: both weights are exp(-inf) = 0, not NaN
-    weighted = (part.out.float() * (part.lse - reference).exp().unsqueeze(-1) for part in (first, second))
-    return AttentionResult(sum(weighted, start=torch.zeros(())).to(first.out.dtype), lse)
+    first_weight = (first.lse - reference).exp().unsqueeze(-1)
+    second_weight = (second.lse - reference).exp().unsqueeze(-1)
+    out = first_weight * first.out.float() + second_weight * second.out.float()
+    return AttentionResult(out.to(first.out.dtype), lse)
 
 
 def prefill_attention(
@@ -96,25 +97,59 @@ def prefill_attention(
     Raises `InvalidRequestError` when heads do not divide or S exceeds T.
     """
     num_queries, num_keys = len(query), len(key)
-    _check_heads(query.shape[1], key.shape[1])
-    _check_window(sliding_window)
+    _check(query.shape[1], key.shape[1], sliding_window)
     if num_queries > num_keys:
         raise InvalidRequestError(f"{num_queries} queries are more than the {num_keys} tokens that have keys")
     queries, keys, values = (tensor.to(query.dtype).transpose(0, 1) for tensor in (query, key, value))
     out = torch.empty_like(query)
     for start in range(0, num_queries, QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, num_queries)
-        position = torch.arange(num_keys - num_queries + start, num_keys - num_queries + end, device=query.device)
-        first_key = max(0, num_keys - num_queries + start + 1 - sliding_window) if sliding_window else 0
-        seen = slice(first_key, num_keys - num_queries + end)
-        distance = position.unsqueeze(1) - torch.arange(seen.start, seen.stop, device=query.device)
-        mask = distance >= 0
-        if sliding_window:
-            mask &= distance < sliding_window
-        chunk = (queries[:, start:end], keys[:, seen], values[:, seen])
+        rows = slice(start, min(start + QUERY_CHUNK, num_queries))
+        positions = range(num_keys - num_queries + rows.start, num_keys - num_queries + rows.stop)
+        seen, mask = _causal_mask(positions, sliding_window, query.device)
+        # A batch of one, because torch's fast path on CPU takes four dimensions only.
+        q, k, v = queries[None, :, rows], keys[None, :, seen], values[None, :, seen]
         if logit_softcap is None:
-            attended = scaled_dot_product_attention(*chunk, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
         else:
-            attended = _capped_attention(*chunk, mask, softmax_scale, logit_softcap)
-        out[start:end] = attended.transpose(0, 1)
+            attended = _capped_attention(q, k, v, mask, softmax_scale, logit_softcap)
+        out[rows] = attended[0].transpose(0, 1)
     return out
+
+
+def _check(num_query_heads: int, num_kv_heads: int, sliding_window: int | None) -> None:
+    if num_query_heads % num_kv_heads:
+        raise InvalidRequestError(f"{num_query_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    if sliding_window is not None and sliding_window <= 0:
+        raise InvalidRequestError(f"sliding_window is {sliding_window}; it must be positive, or None for no window")
+
+
+def _logits(query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, logit_softcap: float | None) -> torch.Tensor:
+    """Logits `(..., queries, keys)` in fp32 of `query` `(..., queries, D)` and `keys` `(..., keys, D)`."""
+    logits = query.float() @ keys.float().transpose(-1, -2) * softmax_scale
+    return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
+
+
+def _causal_mask(
+    positions: range, sliding_window: int | None, device: torch.device
+) -> tuple[slice, torch.Tensor]:
+    """The keys that any of the queries at consecutive `positions` sees, and which of them each one sees."""
+    seen = slice(max(0, positions.start + 1 - sliding_window) if sliding_window else 0, positions.stop)
+    query_positions = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)
+    distance = query_positions - torch.arange(seen.start, seen.stop, device=device)
+    mask = distance >= 0
+    return seen, mask if sliding_window is None else mask & (distance < sliding_window)
+
+
+def _capped_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    softmax_scale: float,
+    logit_softcap: float,
+) -> torch.Tensor:
+    """Attention with soft-capped logits, which torch's own cannot do; tensors are as torch's own takes them."""
+    grouped = torch.unflatten(queries, 1, (keys.shape[1], -1))
+    logits = _logits(grouped, keys.unsqueeze(2), softmax_scale, logit_softcap)
+    weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+    return (weights @ values.float().unsqueeze(2)).flatten(1, 2)

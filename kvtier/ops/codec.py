@@ -12,6 +12,9 @@ from kvtier.errors import InvalidRequestError
 from kvtier.ops import nvfp4
 from kvtier.ops.fp8 import to_e4m3
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.views import DATA_DTYPES, LayerView
+
+_FORMATS = {dtype: page_format for page_format, dtype in DATA_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,15 @@ class GlobalScales:
 
 
 class Encoded(NamedTuple):
-    """Rows of a page: `data` and `scales` as in `LayerView`, with the shape of the values before their last dimension."""
+    """Rows of a page: `data` and `scales` as in `LayerView`, in the values' shape up to the last dimension."""
 
     data: torch.Tensor
     scales: torch.Tensor
+
+
+def page_format_of(view: LayerView) -> PageFormat:
+    """The format of the pages behind `view`."""
+    return _FORMATS[view.k_data.dtype]
 
 
 def encode(values: torch.Tensor, page_format: PageFormat, global_scale: float) -> Encoded:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops.codec import Encoded, GlobalScales, decode
-from kvtier.pages.views import LayerView, page_format_of
+from kvtier.ops.codec import Encoded, GlobalScales, decode, page_format_of
+from kvtier.pages.views import LayerView
 
 
 class Workspace(NamedTuple):
@@ -32,7 +32,7 @@ def gather_dequantize(
 
     Args:
         view: one layer of the pool, of any page format.
-        page_table: `(B, max_pages)` int32, page numbers of each sequence in order; entries past its length are not read.
+        page_table: `(B, max_pages)` int32, each sequence's page numbers in order; those past its length are not read.
         lengths: `(B,)` int32, tokens of each sequence; 0 is allowed.
         starts: `(B,)` int32, the workspace row of each sequence's first token.
         scales: global scales of this layer.
@@ -53,7 +53,7 @@ def gather_dequantize(
 def read_tokens(
     view: LayerView, page_row: torch.Tensor, first: int, end: int, scales: GlobalScales, dtype: torch.dtype
 ) -> Workspace:
-    """The decoded tokens `first` to `end - 1` of one sequence whose page numbers are `page_row`, each `(tokens, Hkv, D)`.
+    """Decoded tokens `first` to `end - 1` of the sequence with page numbers `page_row`: K and V `(tokens, Hkv, D)`.
 
     Only the pages that hold these tokens are read.
     """
@@ -67,9 +67,11 @@ def read_tokens(
     wanted = slice(first - first_page * page_size, end - first_page * page_size)
     page_format = page_format_of(view)
 
+    def rows(region: torch.Tensor) -> torch.Tensor:
+        # Packed bytes are reordered, not decoded values: they are fewer, and torch 2.6 cannot index FP8 on CPU.
+        return region.view(torch.uint8)[pages].transpose(1, 2).flatten(0, 1)[wanted].view(region.dtype)
+
     def read(data: torch.Tensor, block_scales: torch.Tensor, global_scale: float) -> torch.Tensor:
-        # The packed bytes are reordered, not the decoded values: they are several times fewer.
-        rows = Encoded(*(region[pages].transpose(1, 2).flatten(0, 1)[wanted] for region in (data, block_scales)))
-        return decode(rows, page_format, global_scale, dtype)
+        return decode(Encoded(rows(data), rows(block_scales)), page_format, global_scale, dtype)
 
     return Workspace(read(view.k_data, view.k_scales, scales.k), read(view.v_data, view.v_scales, scales.v))

@@ -38,7 +38,7 @@ def quantize(values: torch.Tensor, global_scale: float) -> Nvfp4Blocks:
         raise InvalidRequestError(f"the last dimension is {values.shape[-1]}; NVFP4 needs a multiple of {BLOCK_SIZE}")
     # NOTE: a tensor, not a Python number: on CUDA, torch divides by a number through its rounded reciprocal.
     multiplier = torch.full((), global_scale, dtype=torch.float32, device=values.device)
-    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    blocks = torch.unflatten(values.float(), -1, (-1, BLOCK_SIZE))
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
     scales = to_e4m3(amax / (E2M1_MAGNITUDES[-1] * multiplier))
     step = scales.float() * multiplier
@@ -71,14 +71,14 @@ def interleave_v_scales(scales: torch.Tensor) -> torch.Tensor:
     `(s % (S / 4)) * 4 + t % 4`. Raises `InvalidRequestError` unless page_size is a multiple of 4 and D of 64.
     """
     groups, quarter = _interleaving(scales)
-    grid = scales.unflatten(-1, (INTERLEAVED_TOKENS, quarter)).unflatten(-3, (groups, INTERLEAVED_TOKENS))
+    grid = scales.reshape(*scales.shape[:-2], groups, INTERLEAVED_TOKENS, 4, quarter)
     return grid.movedim(-3, -1).reshape(scales.shape)
 
 
 def deinterleave_v_scales(scales: torch.Tensor) -> torch.Tensor:
     """The inverse of `interleave_v_scales`; shapes and errors are the same."""
     groups, quarter = _interleaving(scales)
-    grid = scales.unflatten(-1, (quarter, INTERLEAVED_TOKENS)).unflatten(-3, (groups, INTERLEAVED_TOKENS))
+    grid = scales.reshape(*scales.shape[:-2], groups, 4, quarter, INTERLEAVED_TOKENS)
     return grid.movedim(-1, -3).reshape(scales.shape)
 
 

@@ -14,6 +14,7 @@ import xxhash
 from kvtier.errors import CorruptPageError
 
 ENVELOPE_VERSION = 1
+MAX_HEADER_BYTES = 256
 _FIELDS = ("version", "fingerprint", "key", "rank", "image_bytes", "xxh3_128")
 
 
@@ -32,26 +33,23 @@ def encode_header(name: PageName, image: memoryview) -> bytes:
     return packed
 
 
-def open_envelope(value: bytes | memoryview, name: PageName, image_bytes: int) -> memoryview:
-    """The page image inside `value`, a view of it.
+def check_envelope(header: bytes | memoryview, image: memoryview, name: PageName) -> None:
+    """Raises `CorruptPageError` unless `header` and `image` together are the stored form of page `name`.
 
-    Raises `CorruptPageError` when the value is of another version, of another page, not `image_bytes` long, or when its
-    checksum (XXH3-128 of the image) does not match.
+    Finds out another version, another page, another length, and an image that does not match its checksum.
     """
-    view = memoryview(value)
-    header_bytes = len(view) - image_bytes
-    if header_bytes <= 0:
-        raise CorruptPageError(f"stored value has {len(view)} bytes, a page image alone has {image_bytes}")
     try:
-        header = msgpack.unpackb(view[:header_bytes])
-        version, fingerprint, key, rank, stored_bytes, checksum = (header[field] for field in _FIELDS)
+        fields = msgpack.unpackb(header)
+        version, fingerprint, key, rank, image_bytes, checksum = (fields[field] for field in _FIELDS)
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise CorruptPageError(f"stored value has no readable header: {error!r}") from error
+        raise CorruptPageError(f"page {_short(name)} has no readable header: {error!r}") from error
     if version != ENVELOPE_VERSION:
-        raise CorruptPageError(f"stored value has envelope version {version}, this release reads {ENVELOPE_VERSION}")
+        raise CorruptPageError(f"page {_short(name)} has envelope version {version!r}, not {ENVELOPE_VERSION}")
     if (fingerprint, key, rank) != name:
-        raise CorruptPageError(f"stored value is another page than {name.key.hex()[:16]} of rank {name.rank}")
-    image = view[header_bytes:]
-    if stored_bytes != len(image) or xxhash.xxh3_128_digest(image) != checksum:
-        raise CorruptPageError(f"page {name.key.hex()[:16]} does not match its checksum")
-    return image
+        raise CorruptPageError(f"under the key of page {_short(name)} lies another page")
+    if image_bytes != len(image) or xxhash.xxh3_128_digest(image) != checksum:
+        raise CorruptPageError(f"page {_short(name)} does not match its checksum")
+
+
+def _short(name: PageName) -> str:
+    return f"{name.key.hex()[:16]} of rank {name.rank}"

@@ -39,7 +39,7 @@ def layer_view(pool: torch.Tensor, layout: PageLayout, layer: int) -> LayerView:
         heads, tokens, row_bytes = region.shape
         first = start + region.offset_bytes
         rows = pool[:, first : first + region.num_bytes].view(dtype)
-        return rows.unflatten(1, (heads, tokens, row_bytes // dtype.itemsize))
+        return rows.view(pool.shape[0], heads, tokens, row_bytes // dtype.itemsize)
 
     regions = layout.regions
     return LayerView(

@@ -63,8 +63,8 @@ def check_architecture(module: PreTrainedModel) -> None:
         raise InvalidRequestError(f"{name} is an encoder-decoder; kvtier runs decoder-only models")
     if module._is_stateful:
         raise InvalidRequestError(f"{name} has recurrent or linear-attention layers, whose state is not K and V")
-    if not module.is_backend_compatible():
-        raise InvalidRequestError(f"{name} does not use transformers' attention interface, through which kvtier runs it")
+    if not module._supports_attention_backend:
+        raise InvalidRequestError(f"{name} does not use the attention interface through which kvtier runs models")
 
 
 def _check_config(config: dict[str, Any]) -> None:

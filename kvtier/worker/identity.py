@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-_CONFIG_NAME = "config.json"
+CONFIG_NAME = "config.json"
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def weights_digest(directory: Path, gguf_file: str | None = None) -> str:
@@ -35,4 +36,4 @@ def rope_text(config: dict[str, Any]) -> str:
 
 
 def _model_files(directory: Path) -> Iterable[Path]:
-    return sorted(path for path in directory.iterdir() if path.name == _CONFIG_NAME or path.suffix in _WEIGHT_SUFFIXES)
+    return sorted(path for path in directory.iterdir() if path.name == CONFIG_NAME or path.suffix in _WEIGHT_SUFFIXES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -13,15 +12,10 @@ from kvtier.errors import InvalidRequestError
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat, PageLayout
 from kvtier.worker.attention import ATTENTION_NAME, register_attention
+from kvtier.worker.batch import PackedBatch
 from kvtier.worker.geometry import ModelGeometry, check_architecture, inspect_model
-from kvtier.worker.identity import rope_text, weights_digest
-
-
-class PrefillAttends(StrEnum):
-    """What a prefill sees of the tokens that it computes itself."""
-
-    FRESH = "fresh"  # K and V as they are: the most exact first reply
-    QUANTIZED = "quantized"  # K and V as they are read back from pages: a cold prompt and a cached one reply the same
+from kvtier.worker.identity import CONFIG_NAME, rope_text, weights_digest
+from kvtier.worker.options import PrefillAttends
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,24 @@ class WorkerModel:
     vocab_size: int
     max_tokens: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and the arithmetic."""
+        return self.module.dtype
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Computes a batch and writes its pages; logits `(chunks, vocabulary)` behind the last token of every chunk."""
+        with torch.inference_mode():
+            output = self.module(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.last_rows,
+                kvtier_batch=batch,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
     def identity(
         self,
         page_format: PageFormat,
@@ -46,12 +58,12 @@ class WorkerModel:
     ) -> CacheIdentity:
         """What a session attaches with.
 
-        The dtype of the arithmetic and what a prefill attends to are part of it, since the stored values depend on both.
+        The dtype of the arithmetic and what a prefill attends to are part of it: the stored values depend on both.
         """
         layout = PageLayout(
             page_format, self.geometry.num_layers, self.geometry.num_kv_heads, self.geometry.head_dim, page_size
         )
-        dtype = str(self.module.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         recipe = "plain" if prefill_attends is PrefillAttends.FRESH else "plain, prefill attends to quantized"
         return CacheIdentity(
             model=self.name,
@@ -70,22 +82,23 @@ def load_model(
 
     Args:
         path: a Hugging Face directory, or one that holds a GGUF file.
-        gguf_file: name of the GGUF file in `path`.
+        gguf_file: name of the GGUF file in `path`; not needed when it is the only model there.
         dtype: of the weights in memory and of the arithmetic.
         revision: names the weights; the digest of the weight files when it is not given.
 
     Raises:
         InvalidRequestError: there is no model at `path`, or kvtier cannot run it; the message names why.
     """
-    directory = _directory(path)
+    directory, gguf_file = _locate(path, gguf_file)
     module = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf_file, dtype=dtype, local_files_only=True)
     name = Path(gguf_file).stem if gguf_file else directory.name
     return prepare_model(module, name, revision or weights_digest(directory, gguf_file))
 
 
 def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model; nothing is downloaded."""
-    return AutoTokenizer.from_pretrained(_directory(path), gguf_file=gguf_file, local_files_only=True)
+    """The tokenizer of the model that `load_model` loads with the same arguments; nothing is downloaded."""
+    directory, gguf_file = _locate(path, gguf_file)
+    return AutoTokenizer.from_pretrained(directory, gguf_file=gguf_file, local_files_only=True)
 
 
 def prepare_model(module: PreTrainedModel, name: str, revision: str) -> WorkerModel:
@@ -93,9 +106,10 @@ def prepare_model(module: PreTrainedModel, name: str, revision: str) -> WorkerMo
     check_architecture(module)
     register_attention()
     module.set_attn_implementation(ATTENTION_NAME)
+    module.train(False)
     config = module.config.get_text_config()
     return WorkerModel(
-        module=module.eval(),
+        module=module,
         name=name,
         revision=revision,
         geometry=inspect_model(module),
@@ -104,8 +118,16 @@ def prepare_model(module: PreTrainedModel, name: str, revision: str) -> WorkerMo
     )
 
 
-def _directory(path: str | Path) -> Path:
+def _locate(path: str | Path, gguf_file: str | None) -> tuple[Path, str | None]:
+    """The directory of a model, and its GGUF file when it is one."""
     directory = Path(path).resolve()
-    if not directory.is_dir():
-        raise InvalidRequestError(f"{path} is not a directory; give a local directory with a Hugging Face model")
-    return directory
+    if (directory / CONFIG_NAME).is_file() and gguf_file is None:
+        return directory, None
+    found = sorted(file.name for file in directory.glob("*.gguf"))
+    if gguf_file is None and len(found) == 1:
+        return directory, found[0]
+    if gguf_file is None or gguf_file not in found:
+        raise InvalidRequestError(
+            f"no model at {path}: give a directory with {CONFIG_NAME} or with one GGUF file, or name the file"
+        )
+    return directory, gguf_file

@@ -1,0 +1,1 @@
+"""`kvtier bench`: each module measures one thing and returns its figures; the command prints them."""

@@ -1,0 +1,148 @@
+"""Brings pages up: from Redis to host memory, from host memory to the device, in batches.
+
+Each batch is published when it is whole, so whoever stops waiting keeps what has arrived. A batch that is on its way
+already is waited for, not moved twice. Pages that would take longer to move than to recompute are left where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.cache.reclaimer import Reclaimer, page_names
+from kvtier.errors import CacheFullError
+from kvtier.index import NO_SLOT, Cursor, Lease, Match, PageIndex
+from kvtier.pages.chain import Extras, chain_keys, next_key
+from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.tiers.base import Route
+from kvtier.tiers.mover import Mover
+
+_BATCH_BYTES = 32 << 20
+_MAX_BATCH_PAGES = 256
+
+
+class Wanted(NamedTuple):
+    """A prefix to bring to the device: whole pages of `tokens` behind `start`.
+
+    `prefill_tokens_per_second` is what the worker computes itself; 0 when unknown: then everything is promoted.
+    """
+
+    namespace: str
+    start: Cursor
+    tokens: bytes
+    extras: Extras
+    prefill_tokens_per_second: float = 0.0
+
+
+class Promoter:
+    """Promotions of one cache."""
+
+    def __init__(self, identity: CacheIdentity, index: PageIndex, mover: Mover, reclaimer: Reclaimer) -> None:
+        self._identity = identity
+        self._index = index
+        self._mover = mover
+        self._reclaimer = reclaimer
+        self._page_size = identity.layout.page_size
+        self._batch = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // identity.layout.page_bytes))
+        self._on_their_way: dict[bytes, asyncio.Event] = {}  # batches by the chain key of their first page
+
+    async def count_in_redis(self, wanted: Wanted, known: Match) -> int:
+        """How many pages of `wanted` behind the known ones Redis has."""
+        if not self._mover.has_redis or known.num_pages * self._index.tree.stride == len(wanted.tokens):
+            return 0
+        return await self._mover.count_stored(
+            wanted.namespace, page_names(self._identity, await self._keys_behind(wanted, known))
+        )
+
+    async def promote(self, wanted: Wanted, num_stored: int, guard: Lease) -> None:
+        """Promotes what is worth it; `guard` holds the device part of the prefix, and what comes to it.
+
+        `num_stored` counts the pages of `wanted`, from its first, that the tree or Redis has.
+        """
+        while True:
+            known, on_device = self._index.hold_device_prefix(guard, wanted.start, wanted.tokens, wanted.extras)
+            if on_device >= max(known.num_pages, num_stored):
+                return
+            key = self._key_at(wanted, known, on_device)
+            if (other := self._on_their_way.get(key)) is not None:
+                await other.wait()
+                continue
+            arrived = self._on_their_way[key] = asyncio.Event()
+            try:
+                if on_device < known.num_pages:
+                    moved = await self._raise(wanted, known, on_device)
+                else:
+                    moved = await self._fetch(wanted, known, num_stored - on_device)
+            finally:
+                del self._on_their_way[key]
+                arrived.set()
+            if not moved:
+                return
+
+    async def _raise(self, wanted: Wanted, known: Match, on_device: int) -> int:
+        """Host to device: a batch of the known pages behind the first `on_device`."""
+        index = self._index
+        host_slots = known.host_slots()[on_device : on_device + self._batch]
+        if not self._is_worth_it(wanted, Route.HOST_TO_DEVICE, host_slots.size):
+            return 0
+        node, first_page = known.end.node, wanted.start.depth + on_device
+        keys = index.run(Cursor(node, first_page + host_slots.size), first_page).keys
+        index.host.hold(host_slots)
+        try:
+            device_slots = await self._reclaimer.allocate_device(host_slots.size)
+        except CacheFullError:
+            return 0
+        else:
+            await self._mover.promote(host_slots, device_slots)
+            tokens = wanted.tokens[on_device * index.tree.stride : (on_device + host_slots.size) * index.tree.stride]
+            published = index.publish(Cursor(node, first_page), tokens, keys, wanted.extras, device=device_slots)
+            index.device.free(device_slots[~published.taken])
+        finally:
+            index.host.release(host_slots)
+        return host_slots.size
+
+    async def _fetch(self, wanted: Wanted, known: Match, num_pages: int) -> int:
+        """Redis to host: a batch of pages right behind the known ones, up to the first that does not arrive.
+
+        All known pages are on the device here and held by the guard, so `known.end` stays where it is.
+        """
+        if not self._is_worth_it(wanted, Route.REDIS_TO_HOST, num_pages):
+            return 0
+        host_slots = await self._reclaimer.allocate_host(min(num_pages, self._batch))
+        keys = (await self._keys_behind(wanted, known))[: host_slots.size]
+        arrived = await self._mover.fetch(wanted.namespace, page_names(self._identity, keys), host_slots)
+        whole = arrived.size if arrived.all() else int(np.argmin(arrived))
+        index = self._index
+        unused = host_slots[whole:]
+        if whole:
+            first = known.num_pages * index.tree.stride
+            tokens = wanted.tokens[first : first + whole * index.tree.stride]
+            extras = wanted.extras
+            published = index.publish(known.end, tokens, keys[:whole], extras, host=host_slots[:whole], stored=True)
+            unused = np.concatenate([unused, host_slots[:whole][~published.taken]])
+            index.touch(published.end)
+        index.host.free(unused)
+        return whole
+
+    def _is_worth_it(self, wanted: Wanted, route: Route, num_pages: int) -> bool:
+        rate = wanted.prefill_tokens_per_second
+        if num_pages == 0 or rate <= 0:
+            return num_pages > 0
+        return self._mover.seconds_for(route, num_pages) < num_pages * self._page_size / rate
+
+    async def _keys_behind(self, wanted: Wanted, known: Match) -> list[bytes]:
+        parent = self._index.tree.parent_key(known.end)
+        rest = wanted.tokens[known.num_pages * self._index.tree.stride :]
+        # Hashing 100,000 tokens takes milliseconds: not on the event loop.
+        return await asyncio.to_thread(chain_keys, parent, rest, self._page_size, wanted.extras, known.end.depth)
+
+    def _key_at(self, wanted: Wanted, known: Match, page: int) -> bytes:
+        """Chain key of page `page` of `wanted`, which is known or the first that is not."""
+        start = wanted.start.depth
+        if page < known.num_pages:
+            return self._index.tree.parent_key(Cursor(known.end.node, start + page + 1))
+        stride = self._index.tree.stride
+        tokens = wanted.tokens[page * stride : (page + 1) * stride]
+        return next_key(self._index.tree.parent_key(known.end), tokens, wanted.extras.get(start + page, b""))

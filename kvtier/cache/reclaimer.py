@@ -1,0 +1,152 @@
+"""Makes room: gives slots of a pool, evicting pages when none are free.
+
+Evicting from the device copies a page to host memory first, unless it has a copy there; evicting from host memory writes
+it to Redis first, unless Redis has it. Only what cannot be written is dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from kvtier.errors import CacheFullError
+from kvtier.index import NO_SLOT, PageIndex, PageRun
+from kvtier.index.pool import SlotArray
+from kvtier.index.radix import Cursor
+from kvtier.metrics import Metrics
+from kvtier.pages.envelope import PageName
+from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.tiers.base import Tier
+from kvtier.tiers.mover import Mover
+
+_HOST_BATCH = 16  # pages evicted from host memory at once: their writes to Redis overlap
+
+
+def page_names(identity: CacheIdentity, keys: list[bytes]) -> list[PageName]:
+    """What pages with these chain keys are called in storage."""
+    return [PageName(identity.fingerprint, key, identity.rank) for key in keys]
+
+
+class Reclaimer:
+    """Allocates slots of both pools. Allocations of a pool take their turn, so what one frees no other takes.
+
+    NOTE: Waiting for the host pool inside an allocation of device slots is safe, because nothing waits the other way round.
+    """
+
+    def __init__(self, identity: CacheIdentity, index: PageIndex, mover: Mover, metrics: Metrics) -> None:
+        self._identity = identity
+        self._index = index
+        self._mover = mover
+        self._metrics = metrics
+        self._device_turn = asyncio.Lock()
+        self.host_turn = asyncio.Lock()
+
+    async def allocate_device(self, count: int) -> SlotArray:
+        """`count` device slots; raises `CacheFullError` when leases hold too many of the others."""
+        pool = self._index.device
+        async with self._device_turn:
+            while pool.num_free < count <= pool.num_slots:
+                if not await self._evict_from_device(count - pool.num_free):
+                    break
+            if pool.num_free < count:
+                raise CacheFullError(
+                    f"{count} pages asked, but of {pool.num_slots} on the device {pool.num_free} are free and "
+                    f"{pool.num_held} held by leases, pins and transfers; release leases, ask for fewer pages, or give the "
+                    "daemon more --device-bytes"
+                )
+            return pool.allocate(count)
+
+    async def allocate_host(self, count: int) -> SlotArray:
+        """Up to `count` host slots; fewer when the others are held."""
+        pool = self._index.host
+        async with self.host_turn:
+            while pool.num_free < min(count, pool.num_slots):
+                if not await self._evict_from_host(count - pool.num_free):
+                    break
+            return pool.allocate(min(count, pool.num_free))
+
+    async def _evict_from_device(self, count: int) -> int:
+        runs = self._index.take_device_victims(count)
+        # NOTE: Host copies are held until their pages have left the device: as copies of pages that are on the device,
+        # and the least recently used ones at that, they would be the first to make room for the next copy.
+        copies = [run.host[run.host != NO_SLOT] for run in runs]
+        for slots in copies:
+            self._index.host.hold(slots)
+        for run in runs:
+            copies += [await self.copy_to_host(stretch) for stretch in _without_host_copy(run)]
+        freed = 0
+        for run in runs:
+            self._index.device.release(run.device)
+            without_copy = self._index.run(run.cursor, run.first_page).host == NO_SLOT
+            went = self._index.drop_device(run)
+            dropped = int(np.count_nonzero(without_copy[without_copy.size - went :]))
+            self._metrics.evictions.labels(Tier.DEVICE, "dropped").inc(dropped)
+            self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(went - dropped)
+            freed += went
+        for slots in copies:
+            self._index.host.release(slots)
+        return freed
+
+    async def copy_to_host(self, run: PageRun) -> SlotArray:
+        """Copies the first pages of a run, as many as find room, to host memory; returns their host slots, held.
+
+        The caller holds the run's device slots.
+        """
+        slots = await self.allocate_host(run.num_pages)
+        await self._mover.spill(run.device[: slots.size], slots)
+        self._index.host.free(self._index.set_host(run, slots))
+        copies = self._index.run(run.cursor, run.first_page).host[: slots.size]
+        self._index.host.hold(copies)
+        return copies
+
+    async def _evict_from_host(self, count: int) -> int:
+        freed = self._index.drop_mirrors(count)
+        self._metrics.evictions.labels(Tier.HOST, "copied").inc(freed)
+        if freed >= count:
+            return freed
+        runs = self._index.take_host_victims(max(count - freed, min(_HOST_BATCH, self._index.host.num_slots // 4)))
+        await asyncio.gather(*map(self.store, runs))
+        for run in runs:
+            self._index.host.release(run.host)
+            stored = self._index.run(run.cursor, run.first_page).stored
+            went = self._index.drop_host(run)
+            in_redis = int(np.count_nonzero(stored[stored.size - went :]))
+            self._metrics.evictions.labels(Tier.HOST, "spilled").inc(in_redis)
+            self._metrics.evictions.labels(Tier.HOST, "dropped").inc(went - in_redis)
+            freed += went
+        return freed
+
+    async def store(self, run: PageRun) -> int:
+        """Writes those pages of a run to Redis that it does not have; returns how many it lacks still.
+
+        The caller holds the run's host slots.
+        """
+        wanted = np.flatnonzero(~run.stored)
+        if not wanted.size:
+            return 0
+        names = page_names(self._identity, [run.keys[index] for index in wanted])
+        arrived = await self._mover.store(run.namespace, names, run.host[wanted])
+        stored = run.stored.copy()
+        stored[wanted] = arrived
+        self._index.set_stored(run, stored)
+        return int(np.count_nonzero(~stored))
+
+
+def _without_host_copy(run: PageRun) -> list[PageRun]:
+    """The stretches of consecutive pages of a run that are on the device alone."""
+    alone = np.flatnonzero(run.host == NO_SLOT)
+    stretches = np.split(alone, np.flatnonzero(np.diff(alone) > 1) + 1) if alone.size else []
+    return [part_of(run, int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches]
+
+
+def part_of(run: PageRun, start: int, stop: int) -> PageRun:
+    """Pages `start` to `stop` of a run."""
+    return PageRun(
+        Cursor(run.cursor.node, run.first_page + stop),
+        run.first_page + start,
+        run.device[start:stop],
+        run.host[start:stop],
+        run.keys[start:stop],
+        run.stored[start:stop],
+    )

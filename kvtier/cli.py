@@ -1,0 +1,136 @@
+"""The `kvtier` command."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+
+from kvtier import __version__
+from kvtier.config import Config, default_socket
+from kvtier.errors import KvtierError
+
+app = typer.Typer(
+    help="kvtier keeps the KV cache of language models in 4-bit pages and finds it again: on the device, in host memory, "
+    "in Redis.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure kvtier on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Address = Annotated[str, typer.Option(help="The daemon: unix:/path/to/kvtier.sock.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def _default_address() -> str:
+    return f"unix:{default_socket()}"
+
+
+def main() -> None:
+    """Runs the command; an error that kvtier raises on purpose is one line on stderr and exit code 1."""
+    try:
+        app()
+    except KvtierError as error:
+        Console(stderr=True, soft_wrap=True).print(f"kvtier: {error}", markup=False)
+        sys.exit(1)
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command one option for each setting of `Config`, which it receives as keyword arguments."""
+    hints: dict[str, Any] = {"settings_file": Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]}
+    for name, field in Config.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        plain = next((kind for kind in (int, float, Path) if kind in (field.annotation, *get_args(field.annotation))), str)
+        shown = default.human_readable() if hasattr(default, "human_readable") else str(default)
+        option = typer.Option(help=f"{field.description} Default: {shown}.", show_default=False)
+        hints[name] = Annotated[plain | None, option]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in hints.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    return command
+
+
+@app.command()
+@_with_settings
+def serve(settings_file: Path | None, **settings: Any) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C. It writes what it has to Redis before it ends.
+
+    Every option can be set in the environment (KVTIER_DEVICE_BYTES) and in a TOML file (device_bytes = "8GiB") too.
+    """
+    from kvtier.daemon.server import serve as serve_daemon
+
+    config = Config.load(settings_file, **settings)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    asyncio.run(serve_daemon(config))
+
+
+@app.command()
+def stats(address: Address = _default_address(), as_json: AsJson = False) -> None:
+    """Show the daemon's caches, pools, hits and Redis."""
+    from kvtier.client import Client
+    from kvtier.client.report import statistics_table
+
+    with Client(address) as client:
+        statistics = client.statistics()
+    if as_json:
+        typer.echo(json.dumps(MessageToDict(statistics, preserving_proto_field_name=True)))
+    else:
+        Console().print(statistics_table(statistics))
+
+
+@app.command()
+def health(address: Address = _default_address()) -> None:
+    """Exit with 0 if the daemon serves; says whether Redis answers."""
+    from kvtier.client import Client
+
+    with Client(address) as client:
+        serving = client.is_serving()
+        redis = client.statistics().redis
+    typer.echo(f"daemon {'serves' if serving else 'does not serve'}; redis breaker {redis.breaker or 'none'}")
+    if not serving:
+        raise typer.Exit(1)
+
+
+@app.command()
+def flush(namespace: str, address: Address = _default_address()) -> None:
+    """Remove a namespace from every tier."""
+    from kvtier.client import Client
+
+    with Client(address) as client:
+        flushed = client.flush_namespace(namespace)
+    typer.echo(
+        f"removed {flushed.device_pages} device, {flushed.host_pages} host and {flushed.redis_pages} redis pages; "
+        f"{flushed.kept_pages} are in use and stay"
+    )
+
+
+@app.command()
+def drain(
+    address: Address = _default_address(), timeout_s: Annotated[int, typer.Option(help="Seconds to write.")] = 30
+) -> None:
+    """Let the daemon refuse new leases and write to Redis what only it has."""
+    from kvtier.client import Client
+
+    with Client(address) as client:
+        drained = client.drain(timeout_s)
+    typer.echo(f"Redis has {drained.stored_pages} pages and lacks {drained.unstored_pages}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)

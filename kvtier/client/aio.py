@@ -1,0 +1,234 @@
+"""The asyncio client of a worker: a session that attaches anew by itself, and leases that fence themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from types import TracebackType
+
+import grpc
+import numpy as np
+
+from kvtier.client.channel import OPTIONS, TlsFiles, check_address
+from kvtier.client.pool import PoolMapping
+from kvtier.client.results import CommitResult, PageNumbers, Tokens, TokensByTier, page_numbers, token_bytes
+from kvtier.client.stream import Stream
+from kvtier.errors import DaemonUnavailableError, KvtierError, LeaseLostError, SessionLostError
+from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.protocol import extra_keys_to_messages
+from kvtier.v1 import cache_pb2 as pb
+
+ExtraKeys = Iterable[tuple[int, bytes]]
+"""(token position, digest of 1 to 32 bytes): what else changes the KV of the same tokens from there on."""
+
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 2.0
+
+
+class AsyncSession:
+    """A worker's session with a daemon. Use `connect`.
+
+    When the stream breaks, calls under way raise `SessionLostError`, leases of it raise `LeaseLostError` from then on, and
+    the session attaches anew in the background; the next `acquire` waits for it. `pool` is another mapping then, if the
+    daemon started anew.
+    """
+
+    def __init__(self, address: str, identity: CacheIdentity, timeout_s: float, tls: TlsFiles | None) -> None:
+        self._address = check_address(address, tls)
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self.identity = identity
+        self._channel: grpc.aio.Channel | None = None
+        self._stream: Stream | None = None
+        self._pool: PoolMapping | None = None
+        self._attached = asyncio.Event()
+        self._last_error: KvtierError = DaemonUnavailableError(f"no daemon answered at {address} yet")
+        self._keeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls, address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None
+    ) -> AsyncSession:
+        """Attaches to the daemon at `address` (`unix:/path`, or HOST:PORT with `tls`).
+
+        `timeout_s` is the deadline of this and of every later call, beside the wait that an acquire asks for.
+        Raises `DaemonUnavailableError`, or what the daemon says against the identity.
+        """
+        session = cls(address, identity, timeout_s, tls)
+        try:
+            await session._attach()
+        except BaseException:
+            await session.close()
+            raise
+        session._keeper = asyncio.create_task(session._keep_attached())
+        return session
+
+    @property
+    def pool(self) -> PoolMapping:
+        """The device pool as of the last attach."""
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def epoch(self) -> str:
+        """Of the daemon that this session attached to last."""
+        return self.pool.epoch
+
+    async def _attach(self) -> None:
+        await self._disconnect()
+        if self._tls:
+            self._channel = grpc.aio.secure_channel(self._address, self._tls.credentials(), OPTIONS)
+        else:
+            self._channel = grpc.aio.insecure_channel(self._address, OPTIONS)
+        stream = Stream(self._channel, self._address)
+        try:
+            self._pool = await stream.open(self.identity, self._timeout_s)
+        except SessionLostError as error:
+            await stream.close()
+            raise DaemonUnavailableError(str(error)) from error
+        except KvtierError:
+            await stream.close()
+            raise
+        self._stream = stream
+        self._attached.set()
+
+    async def _keep_attached(self) -> None:
+        retry_s = _FIRST_RETRY_S
+        while True:
+            if self._stream is not None:
+                self._last_error = await asyncio.shield(self._stream.lost)
+                self._attached.clear()
+                retry_s = _FIRST_RETRY_S
+            try:
+                await self._attach()
+            except KvtierError as error:
+                self._last_error = error
+                self._stream = None
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+    async def stream(self) -> Stream:
+        """The present stream; waits for one. Raises `DaemonUnavailableError` when none comes in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._attached.wait()
+        except TimeoutError:
+            raise DaemonUnavailableError(f"not attached for {self._timeout_s:g} s: {self._last_error}") from None
+        assert self._stream is not None
+        return self._stream
+
+    async def acquire(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        *,
+        parent: AsyncLease | None = None,
+        extra_keys: ExtraKeys = (),
+        reserve_pages: int = 0,
+        wait_s: float = 0.0,
+        prefill_tokens_per_second: float = 0.0,
+    ) -> AsyncLease:
+        """A lease on the cached prefix of `tokens`, with `reserve_pages` to write.
+
+        Args:
+            namespace: the tenant; nothing is shared across namespaces.
+            parent: a lease whose sequence `tokens` continue, behind its matched and committed pages.
+            extra_keys: positions count from the start of the sequence.
+            wait_s: how long to wait for pages in host memory and Redis; 0 takes what is on the device.
+            prefill_tokens_per_second: the worker's own speed; what is slower to move than to recompute stays where it is.
+
+        Raises `CacheFullError` when the pages to reserve cannot be had, and `LeaseLostError` when `parent` is lost.
+        """
+        stream = parent.valid_stream() if parent else await self.stream()
+        acquired: pb.AcquireResponse = await stream.call(
+            "acquire",
+            self._timeout_s + wait_s,
+            namespace=namespace,
+            tokens=token_bytes(tokens),
+            parent_lease_id=parent.lease_id if parent else 0,
+            extra_keys=extra_keys_to_messages(extra_keys),
+            reserve_pages=reserve_pages,
+            wait_ms=int(wait_s * 1000),
+            prefill_tokens_per_second=prefill_tokens_per_second,
+        )
+        return AsyncLease(stream, self._timeout_s, acquired)
+
+    async def _disconnect(self) -> None:
+        if self._stream is not None:
+            await self._stream.close()
+            self._stream = None
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def close(self) -> None:
+        """Ends the session and its leases."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        await self._disconnect()
+
+    async def __aenter__(self) -> AsyncSession:
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncLease:
+    """A claim on pages: `matched_pages` to read, `reserved_pages` to write until they are committed.
+
+    `matched_tokens` says in which tiers the prefix was found, `left_tokens` what did not come up in time.
+    """
+
+    def __init__(self, stream: Stream, timeout_s: float, acquired: pb.AcquireResponse) -> None:
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self.lease_id = acquired.lease_id
+        self.matched_pages = page_numbers(acquired.matched_pages)
+        self.reserved_pages = page_numbers(acquired.reserved_pages)
+        self.matched_tokens = TokensByTier.from_message(acquired.matched_tokens)
+        self.left_tokens = TokensByTier.from_message(acquired.left_tokens)
+
+    def check(self) -> None:
+        """Raises `LeaseLostError` when the pages may be another's by now. Call it before every launch that uses them."""
+        if self._stream.seconds_left <= 0:
+            reason = self._stream.lost.result() if self._stream.is_lost else "the daemon has not answered for too long"
+            raise LeaseLostError(f"lease {self.lease_id} is lost, acquire again: {reason}")
+
+    def valid_stream(self) -> Stream:
+        """The stream of this lease, checked."""
+        self.check()
+        return self._stream
+
+    async def extend(self, num_pages: int) -> PageNumbers:
+        """Reserves more pages and returns them; raises `CacheFullError`."""
+        extended: pb.ExtendResponse = await self.valid_stream().call(
+            "extend", self._timeout_s, lease_id=self.lease_id, reserve_pages=num_pages
+        )
+        pages = page_numbers(extended.reserved_pages)
+        self.reserved_pages = np.concatenate([self.reserved_pages, pages])
+        return pages
+
+    async def commit(self, tokens: Tokens, pages: PageNumbers, extra_keys: ExtraKeys = ()) -> CommitResult:
+        """Publishes reserved pages, in order, with the tokens that fill them: the worker promises their bytes are final."""
+        committed: pb.CommitResponse = await self.valid_stream().call(
+            "commit",
+            self._timeout_s,
+            lease_id=self.lease_id,
+            tokens=token_bytes(tokens),
+            pages=np.asarray(pages).astype("<u4").tobytes(),
+            extra_keys=extra_keys_to_messages(extra_keys),
+        )
+        self.reserved_pages = self.reserved_pages[~np.isin(self.reserved_pages, pages)]
+        return CommitResult(committed.committed_tokens, committed.duplicate_pages)
+
+    async def release(self) -> None:
+        """Gives all pages back. A lost lease has nothing to give back: that is no error."""
+        if self._stream.is_lost:
+            return
+        await self._stream.call("release", self._timeout_s, lease_ids=[self.lease_id])

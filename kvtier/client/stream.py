@@ -1,0 +1,134 @@
+"""One stream to one daemon, from Attach to its end. It does not come back: `AsyncSession` opens the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvtier.client.channel import to_kvtier_error
+from kvtier.client.pool import PoolMapping
+from kvtier.errors import ConfigurationError, DaemonUnavailableError, DeadlineError, KvtierError, SessionLostError
+from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.protocol import identity_to_message
+from kvtier.v1 import cache_pb2 as pb
+from kvtier.v1 import cache_pb2_grpc
+
+_HEARTBEATS_PER_TTL = 3
+
+
+class Stream:
+    """Requests by id on a bidirectional stream; `open` it, then `call`."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._address = address
+        self._call = cache_pb2_grpc.CacheServiceStub(channel).Session()
+        self._write_turn = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future[pb.SessionResponse]] = {}
+        self._ids = itertools.count(1)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost: asyncio.Future[KvtierError] = asyncio.get_running_loop().create_future()
+        self.lease_ttl_s = 0.0
+        self._valid_until = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost.done()
+
+    @property
+    def seconds_left(self) -> float:
+        """How long leases of this stream may be used from now on, if the daemon answers nothing more."""
+        return 0.0 if self.is_lost else self._valid_until - time.monotonic()
+
+    async def open(self, identity: CacheIdentity, timeout_s: float) -> PoolMapping:
+        """Attaches and maps the pool."""
+        self._tasks.append(asyncio.create_task(self._read()))
+        attached: pb.AttachResponse = await self.call("attach", timeout_s, identity=identity_to_message(identity))
+        if attached.fingerprint != identity.fingerprint:
+            raise ConfigurationError(
+                "daemon and worker compute different fingerprints of the same model; run the same kvtier release in both"
+            )
+        self.lease_ttl_s = attached.lease_ttl_ms / 1000
+        self._valid_until = time.monotonic() + self.lease_ttl_s
+        self._tasks.append(asyncio.create_task(self._beat()))
+        return PoolMapping(attached.pool, attached.epoch)
+
+    async def call(self, kind: str, timeout_s: float, **fields: Any) -> Any:
+        """Sends one request of these fields and waits for its answer.
+
+        Raises what the daemon answered, `DeadlineError` after `timeout_s`, or `SessionLostError` when the stream ends.
+        """
+        # NOTE: Given as a dictionary, the fields go straight into the message; as a message of its own, half a megabyte of
+        # tokens would be copied once more.
+        request = pb.SessionRequest(request_id=next(self._ids), **{kind: fields})
+        answer = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
+        sent_at = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(request)
+                response = await answer
+        except TimeoutError:
+            raise DeadlineError(
+                f"the daemon at {self._address} did not answer {kind} within {timeout_s:g} s"
+            ) from None
+        finally:
+            del self._waiting[request.request_id]
+        # NOTE: Counted from the sending, not the answer: the daemon saw this worker alive no earlier than that.
+        self._valid_until = max(self._valid_until, sent_at + self.lease_ttl_s)
+        if response.HasField("error"):
+            raise KvtierError.from_remote(response.error.kind, response.error.message)
+        return getattr(response, kind)
+
+    async def _send(self, request: pb.SessionRequest) -> None:
+        try:
+            async with self._write_turn:
+                if self.is_lost:
+                    raise self.lost.result()
+                await self._call.write(request)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise self._lose(error) from error
+
+    async def _read(self) -> None:
+        error: BaseException = DaemonUnavailableError("the daemon ended the session")
+        try:
+            async for response in self._responses():
+                if (answer := self._waiting.get(response.request_id)) is not None and not answer.done():
+                    answer.set_result(response)
+        except grpc.RpcError as rpc_error:
+            error = rpc_error
+        self._lose(error)
+
+    def _responses(self) -> AsyncIterator[pb.SessionResponse]:
+        return self._call.__aiter__()  # type: ignore[no-any-return]
+
+    def _lose(self, error: BaseException) -> KvtierError:
+        """Fails whoever waits; returns the error that says why the stream ended."""
+        if not self.lost.done():
+            reason = to_kvtier_error(error, self._address) if isinstance(error, grpc.RpcError) else error
+            self.lost.set_result(
+                SessionLostError(f"the session with the daemon at {self._address} ended, and its leases with it: {reason}")
+            )
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.lost.result())
+        return self.lost.result()
+
+    async def _beat(self) -> None:
+        while not self.is_lost:
+            await asyncio.sleep(self.lease_ttl_s / _HEARTBEATS_PER_TTL)
+            # A heartbeat that fails needs no answer here: leases fence themselves when their time is over.
+            with contextlib.suppress(KvtierError):
+                await self.call("heartbeat", self.lease_ttl_s)
+
+    async def close(self) -> None:
+        """Ends the stream; leases that are open end with it."""
+        self._lose(DaemonUnavailableError("the client closed it"))
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,154 @@
+"""The blocking client of a worker: the asyncio client on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvtier.client.aio import AsyncLease, AsyncSession, ExtraKeys
+from kvtier.client.channel import TlsFiles
+from kvtier.client.pool import PoolMapping
+from kvtier.client.results import CommitResult, PageNumbers, Tokens, TokensByTier
+from kvtier.pages.fingerprint import CacheIdentity
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop in a daemon thread. Every coroutine run on it has its own deadline."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def connect(
+    address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None
+) -> Session:
+    """Attaches to a daemon; see `AsyncSession.connect`."""
+    loop = _LoopThread()
+    try:
+        return Session(loop, loop.run(AsyncSession.connect(address, identity, timeout_s=timeout_s, tls=tls)))
+    except BaseException:
+        loop.close()
+        raise
+
+
+class Session:
+    """A worker's session; see `AsyncSession`. Usable from several threads."""
+
+    def __init__(self, loop: _LoopThread, session: AsyncSession) -> None:
+        self._loop = loop
+        self._session = session
+
+    @property
+    def identity(self) -> CacheIdentity:
+        return self._session.identity
+
+    @property
+    def pool(self) -> PoolMapping:
+        """The device pool as of the last attach; read it anew after a `SessionLostError`."""
+        return self._session.pool
+
+    @property
+    def epoch(self) -> str:
+        """Of the daemon that this session attached to last."""
+        return self._session.epoch
+
+    def acquire(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        *,
+        parent: Lease | None = None,
+        extra_keys: ExtraKeys = (),
+        reserve_pages: int = 0,
+        wait_s: float = 0.0,
+        prefill_tokens_per_second: float = 0.0,
+    ) -> Lease:
+        """A lease on the cached prefix of `tokens`; see `AsyncSession.acquire`."""
+        lease = self._loop.run(
+            self._session.acquire(
+                namespace,
+                tokens,
+                parent=parent.inner if parent else None,
+                extra_keys=extra_keys,
+                reserve_pages=reserve_pages,
+                wait_s=wait_s,
+                prefill_tokens_per_second=prefill_tokens_per_second,
+            )
+        )
+        return Lease(self._loop, lease)
+
+    def close(self) -> None:
+        """Ends the session and its leases."""
+        self._loop.run(self._session.close())
+        self._loop.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lease:
+    """A claim on pages; see `AsyncLease`."""
+
+    def __init__(self, loop: _LoopThread, lease: AsyncLease) -> None:
+        self._loop = loop
+        self.inner = lease
+
+    @property
+    def lease_id(self) -> int:
+        return self.inner.lease_id
+
+    @property
+    def matched_pages(self) -> PageNumbers:
+        """The prefix, one page number for each whole page that was found."""
+        return self.inner.matched_pages
+
+    @property
+    def reserved_pages(self) -> PageNumbers:
+        """Pages to write, without those committed since."""
+        return self.inner.reserved_pages
+
+    @property
+    def matched_tokens(self) -> TokensByTier:
+        """Where the prefix was found."""
+        return self.inner.matched_tokens
+
+    @property
+    def left_tokens(self) -> TokensByTier:
+        """What was known below the device but did not come up in time."""
+        return self.inner.left_tokens
+
+    def check(self) -> None:
+        """Raises `LeaseLostError` when the pages may be another's by now."""
+        self.inner.check()
+
+    def extend(self, num_pages: int) -> PageNumbers:
+        """Reserves more pages and returns them."""
+        return self._loop.run(self.inner.extend(num_pages))
+
+    def commit(self, tokens: Tokens, pages: PageNumbers, extra_keys: ExtraKeys = ()) -> CommitResult:
+        """Publishes reserved pages; see `AsyncLease.commit`."""
+        return self._loop.run(self.inner.commit(tokens, pages, extra_keys))
+
+    def release(self) -> None:
+        """Gives all pages back."""
+        self._loop.run(self.inner.release())

@@ -1,0 +1,1 @@
+"""`kvtier serve`: caches, sessions and operators' calls behind gRPC."""

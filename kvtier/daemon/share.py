@@ -1,0 +1,50 @@
+"""What the daemon leaves on the machine while it runs: its lock, its socket, the names of its shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from kvtier.errors import ConfigurationError
+from kvtier.tiers.shared_memory import remove_stale
+
+_log = logging.getLogger(__name__)
+
+
+class SocketLock:
+    """The right to serve on a socket path. Taken before binding, kept until the process ends, however it ends."""
+
+    def __init__(self, socket: Path) -> None:
+        socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = socket.with_name(socket.name + ".lock")
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise ConfigurationError(
+                f"a daemon (process {owner}) serves on {socket} already; stop it, or choose another --socket"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        # NOTE: The lock is ours, so a socket that lies here belongs to a daemon that was killed.
+        socket.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives the lock up."""
+        os.close(self._descriptor)
+
+
+def claim_pool_prefix(socket: Path) -> str:
+    """Prefix of this daemon's shared memory, unique to its socket; removes what a killed daemon left under it.
+
+    Call it with the socket's lock held.
+    """
+    prefix = f"kvtier-{hashlib.blake2b(str(socket.absolute()).encode(), digest_size=6).hexdigest()}-"
+    if num_removed := remove_stale(prefix):
+        _log.warning("removed %d pools of a daemon that was killed", num_removed)
+    return prefix

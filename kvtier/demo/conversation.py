@@ -1,0 +1,75 @@
+"""Runs the demo's conversations on a worker and measures every turn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.client import TokensByTier
+from kvtier.demo.baseline import cold_first_token_s
+from kvtier.demo.script import SYSTEM_PROMPT, VISITORS
+from kvtier.worker import Conversation, Request, Worker, WorkerModel
+
+NAMESPACE = "museum"
+MAX_REPLY_TOKENS = 48
+
+
+class Turn(NamedTuple):
+    """One question and its reply.
+
+    `expected_tokens` is what the cache must find: the whole pages of the longest beginning that a turn computed before.
+    Times to first token are in seconds; `cold_first_token_s` is that of the same prompt without a cache.
+    """
+
+    visitor: str
+    number: int
+    prompt_tokens: int
+    expected_tokens: int
+    found: TokensByTier
+    computed_tokens: int
+    first_token_s: float
+    cold_first_token_s: float
+    question: str
+    reply: str
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the cache did not find what it must."""
+        return self.found.total < self.expected_tokens
+
+
+def hold_conversations(
+    worker: Worker, model: WorkerModel, tokenizer: PreTrainedTokenizerBase, page_size: int
+) -> Iterator[Turn]:
+    """The turns of all visitors, interleaved: everybody's first question, then everybody's second, and so on."""
+    conversations = {visitor.name: Conversation(tokenizer, SYSTEM_PROMPT) for visitor in VISITORS}
+    computed: list[tuple[int, ...]] = []  # the tokens of every turn whose K and V were computed
+    num_turns = max(len(visitor.questions) for visitor in VISITORS)
+    for index, visitor in itertools.product(range(num_turns), VISITORS):
+        conversation = conversations[visitor.name]
+        prompt = conversation.ask(visitor.questions[index])
+        cold_s = cold_first_token_s(model, prompt)
+        reply = worker.generate(Request(NAMESPACE, prompt, MAX_REPLY_TOKENS, conversation.stop_tokens))
+        longest = max((_common_prefix(prompt, earlier) for earlier in computed), default=0)
+        computed.append((*prompt, *reply.tokens[:-1]))
+        yield Turn(
+            visitor=visitor.name,
+            number=index + 1,
+            prompt_tokens=len(prompt),
+            expected_tokens=longest // page_size * page_size,
+            found=reply.statistics.found,
+            computed_tokens=reply.statistics.computed_tokens,
+            first_token_s=reply.statistics.time_to_first_token_s,
+            cold_first_token_s=cold_s,
+            question=visitor.questions[index],
+            reply=conversation.add_reply(reply.tokens),
+        )
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

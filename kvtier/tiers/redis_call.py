@@ -1,0 +1,82 @@
+"""One call of the Redis tier as its threads see it: a deadline, and the memory of a page that the caller lends.
+
+A caller must not get its memory back while a thread can still touch it, and must not wait for a thread that hangs where
+it touches nothing (a name server, a handshake). So a call can be given up, and says whether that took effect at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class DeadlinePassedError(Exception):
+    """The call has no time left, or its caller gave it up. Never leaves the tier."""
+
+
+class Call:
+    """One call, while a thread carries it out.
+
+    Args:
+        timeout_s: seconds until the deadline.
+        image: the page that is sent, or the memory that receives one.
+
+    NOTE: once `give_up` has returned True, no thread touches `image` any more.
+    """
+
+    def __init__(self, timeout_s: float, image: memoryview | None = None) -> None:
+        self.image = image
+        self.was_begun = False
+        self._deadline = time.monotonic() + timeout_s
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._touching = False
+
+    def remaining_s(self) -> float:
+        """Seconds left, more than none; raises `DeadlinePassedError`."""
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0 or self._given_up:
+            raise DeadlinePassedError
+        return remaining_s
+
+    @contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        """Makes this the call that connections serve when this thread uses them."""
+        self.remaining_s()
+        self.was_begun = True
+        _current.call = self
+        try:
+            yield
+        finally:
+            del _current.call
+
+    @contextmanager
+    def touching_image(self) -> Iterator[None]:
+        """Surrounds what may touch the image; raises `DeadlinePassedError` when the call is over before it begins."""
+        with self._lock:
+            self.remaining_s()
+            self._touching = True
+        try:
+            yield
+        finally:
+            self._touching = False
+
+    def give_up(self) -> bool:
+        """Ends the call early. False: a thread may be touching the image; it stops by the deadline."""
+        with self._lock:
+            self._given_up = True
+            return self.image is None or not self._touching
+
+
+class _Current(threading.local):
+    call: Call
+
+
+_current = _Current()
+
+
+def current_call() -> Call:
+    """The call that this thread carries out."""
+    return _current.call

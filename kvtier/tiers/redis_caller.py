@@ -1,0 +1,165 @@
+"""Carries out calls to Redis: in threads, each within its deadline, none while the breaker is open."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from redis.cluster import RedisCluster
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from kvtier.errors import KvtierError, RedisFullError, RedisUnavailableError
+from kvtier.tiers.breaker import Attempt, Breaker
+from kvtier.tiers.redis_call import Call, DeadlinePassedError
+from kvtier.tiers.redis_url import RedisClient, RedisTarget
+from kvtier.tiers.workers import Gate, Workers
+
+T = TypeVar("T")
+
+_CONTROL_THREADS = 2  # for what carries no page: lookups do not queue behind transfers
+_ADVICE: dict[type[Exception], str] = {
+    OutOfMemoryError: "raise its maxmemory or let it evict (maxmemory-policy allkeys-lru)",
+    AuthenticationError: "check user and password in its URL",
+    NoPermissionError: "grant its user the commands and keys that the documentation lists",
+    ReadOnlyError: "it is a replica: name the master, or its sentinels",
+    MovedError: "it is a node of a Redis Cluster: write redis+cluster:// in its URL",
+    AskError: "it is a node of a Redis Cluster: write redis+cluster:// in its URL",
+}
+
+
+class RedisCaller:
+    """The way to one Redis. For the event loop that made it.
+
+    Args:
+        timeout_s: how long a call may take once it is under way.
+        num_connections: calls with a page under way at a time.
+        max_in_flight_bytes: bytes of their pages.
+    """
+
+    def __init__(
+        self, target: RedisTarget, *, timeout_s: float, num_connections: int, max_in_flight_bytes: int
+    ) -> None:
+        self.breaker = Breaker(target.address)
+        self._target = target
+        self._timeout_s = timeout_s
+        self._workers = Workers(num_connections + _CONTROL_THREADS, "kvtier-redis")
+        self._page_gate = Gate(num_connections, max_in_flight_bytes)
+        self._control_gate = Gate(_CONTROL_THREADS, 0)
+        self._client: RedisClient | None = None
+        self._client_lock = threading.Lock()
+        self._under_way: dict[Call, asyncio.Future[object]] = {}
+        self._is_closed = False
+
+    @staticmethod
+    def max_connections(num_connections: int) -> int:
+        """Connections that the client of `target` may need at once."""
+        return num_connections + _CONTROL_THREADS
+
+    async def call(self, work: Callable[[RedisClient, Call], T], image: memoryview | None = None) -> T:
+        """Runs `work` in a thread; `image` is the memory of the page that it sends or receives.
+
+        When this returns or raises, be it for a cancellation, no thread touches `image` any more.
+
+        Raises:
+            RedisUnavailableError: no answer in time, no connection, a refusal, or the breaker is open.
+            RedisFullError: Redis has no memory left.
+        """
+        self.breaker.check()
+        gate = self._control_gate if image is None else self._page_gate
+        async with gate.passing(0 if image is None else len(image)):
+            if self._is_closed:
+                raise RedisUnavailableError(f"the connection to {self._target.address} was closed")
+            with self.breaker.attempt() as attempt:
+                call = Call(self._timeout_s, image)
+                try:
+                    result = await self._carry_out(call, work)
+                except (RedisError, RedisClusterException, DeadlinePassedError, OSError) as error:
+                    failure = self._judge(error, call, attempt)
+                else:
+                    attempt.succeeded()
+                    return result
+        raise failure
+
+    async def close(self) -> None:
+        """Breaks off what is under way and closes the connections; takes no longer than a call."""
+        self._is_closed = True
+        for call in self._under_way:
+            call.give_up()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        if self._under_way:
+            await asyncio.wait(self._under_way.values(), timeout=self._timeout_s)
+        self._workers.close()
+
+    async def _carry_out(self, call: Call, work: Callable[[RedisClient, Call], T]) -> T:
+        future = self._workers.submit(functools.partial(self._on_thread, call, work))
+        self._under_way[call] = future
+        future.add_done_callback(lambda _: self._under_way.pop(call))
+        try:
+            await asyncio.wait({future}, timeout=self._timeout_s)
+        finally:
+            if not future.done() and not call.give_up():
+                await _finish(future)
+        if not future.done():
+            raise DeadlinePassedError
+        return future.result()
+
+    def _on_thread(self, call: Call, work: Callable[[RedisClient, Call], T]) -> T:
+        with call.on_this_thread():
+            with self._client_lock:
+                call.remaining_s()  # the lock may have taken all of it: a cluster that is down is slow to say so
+                client = self._client = self._client or self._target.connect()
+            try:
+                return work(client, call)
+            except (RedisConnectionError, RedisClusterException, DeadlinePassedError):
+                if isinstance(client, RedisCluster):
+                    self._client = None  # the next call learns the slots anew, from any node that the URL names
+                raise
+
+    def _judge(self, error: Exception, call: Call, attempt: Attempt) -> KvtierError:
+        """What callers are told of `error`, and the breaker of the attempt."""
+        address = self._target.address
+        if isinstance(error, DeadlinePassedError):
+            if self._is_closed:
+                return RedisUnavailableError(f"the connection to {address} was closed")
+            if not call.was_begun:
+                return RedisUnavailableError(f"all threads for {address} were busy for {self._timeout_s:g} s")
+            text = f"{address} did not answer within {self._timeout_s:g} s"
+        else:
+            text = f"{address}: {type(error).__name__}: {error}"
+            for secret in self._target.secrets:
+                text = text.replace(secret, "***")
+            advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), None)
+            text = f"{text}; {advice}" if advice else text
+        if isinstance(error, ResponseError):
+            attempt.succeeded()
+        else:
+            attempt.failed(text)
+        return RedisFullError(text) if isinstance(error, OutOfMemoryError) else RedisUnavailableError(text)
+
+
+async def _finish(future: asyncio.Future[T]) -> None:
+    """Waits for `future` through cancellations, and is cancelled after it."""
+    is_cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError

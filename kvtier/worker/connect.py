@@ -1,0 +1,29 @@
+"""A worker on a daemon, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvtier.client import connect
+from kvtier.pages.layout import PageFormat
+from kvtier.worker.engine import Worker
+from kvtier.worker.model import WorkerModel
+from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
+
+
+@contextmanager
+def connect_worker(
+    address: str,
+    model: WorkerModel,
+    page_format: PageFormat = PageFormat.NVFP4,
+    page_size: int = 64,
+    options: WorkerOptions = DEFAULT_OPTIONS,
+) -> Iterator[Worker]:
+    """A worker attached to the daemon at `address`; its leases end with the `with` block.
+
+    Raises `DaemonUnavailableError` when no daemon answers there.
+    """
+    identity = model.identity(page_format, page_size, options.prefill_attends)
+    with connect(address, identity) as session:
+        yield Worker(session, model, identity.layout, options)

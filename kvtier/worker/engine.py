@@ -1,0 +1,220 @@
+"""The worker: requests in, forward passes over leased pages, replies out."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from kvtier.client import Lease, PoolMapping, Session
+from kvtier.errors import CacheFullError, DrainingError, InvalidRequestError, KvtierError
+from kvtier.pages.layout import PageLayout
+from kvtier.worker.admission import LEASE_GONE, Admission, Admitted, release
+from kvtier.worker.batch import Chunk, PackedBatch, PagedKv
+from kvtier.worker.model import WorkerModel
+from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
+from kvtier.worker.rate import PrefillRate
+from kvtier.worker.request import FinishReason, Reply, Request
+from kvtier.worker.scheduler import Planned, plan_step
+from kvtier.worker.sequence import Sequence
+
+_RETRY_S = 0.05  # between attempts to get a lease that the daemon could not give
+_LEASE_WAIT_S = 0.01  # a lease on what the device has comes sooner; only promotions are overlapped with decoding
+_TRY_AGAIN = (*LEASE_GONE, CacheFullError, DrainingError)
+
+
+class Worker:
+    """Runs the requests of one process on one model, several at a time.
+
+    `submit` queues a request, `step` computes for all that run; whoever calls them does so from one thread. A request
+    waits until the daemon has pages for it. A request whose lease is lost, or whose pages an older one needs, goes back
+    to the queue with its tokens so far and begins anew on what the cache has of them.
+
+    Args:
+        session: attached with `model.identity(...)`, of the same `prefill_attends` as `options`.
+        model: what runs.
+        layout: of the identity.
+        options: limits.
+    """
+
+    def __init__(
+        self, session: Session, model: WorkerModel, layout: PageLayout, options: WorkerOptions = DEFAULT_OPTIONS
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._layout = layout
+        self._options = options
+        self._admission = Admission(session, options.promotion_wait_s)
+        self._pool: PoolMapping | None = None
+        self._pages: PagedKv | None = None
+        self._rate = PrefillRate()
+        self._num_submitted = 0
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._retry_at_s = 0.0
+
+    def submit(self, request: Request) -> Sequence:
+        """Queues a request; the sequence has a `reply` once it is finished.
+
+        Raises:
+            InvalidRequestError: a token is not in the vocabulary, or prompt and reply can never fit in the model's
+                context or the device pool.
+        """
+        self._check(request)
+        sequence = Sequence(request, self._num_submitted, self._layout.page_size)
+        self._num_submitted += 1
+        self._waiting.append(sequence)
+        return sequence
+
+    def generate(self, request: Request) -> Reply:
+        """Runs one request to its end, beside those that run already; raises the error that ended it early."""
+        sequence = self.submit(request)
+        while sequence.reply is None:
+            self.step()
+        if sequence.reply.error:
+            raise sequence.reply.error
+        return sequence.reply
+
+    def run(self, requests: Iterable[Request]) -> list[Reply]:
+        """Runs requests together; replies in their order, failed ones with their `error`."""
+        sequences = [self.submit(request) for request in requests]
+        while any(sequence.reply is None for sequence in sequences):
+            self.step()
+        return [sequence.reply for sequence in sequences if sequence.reply]
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a request now and gives its pages back; one that is finished stays as it is."""
+        if sequence.reply is None:
+            self._finish(sequence, FinishReason.CANCELLED)
+
+    def step(self) -> None:
+        """Starts what can start, then computes the next tokens of what runs; one forward pass at most."""
+        self._admit()
+        self._grow()
+        # NOTE: the pool is read before the leases are checked. A lease that holds afterwards is of the session that the
+        # pool belongs to, so page numbers are never looked up in the pool of another epoch.
+        pages = self._paged_kv()
+        planned = [plan for plan in plan_step(self._running, self._options.step_tokens) if self._is_held(plan.sequence)]
+        if planned:
+            self._compute(planned, pages)
+        elif self._waiting:
+            time.sleep(_RETRY_S)
+
+    def _compute(self, planned: list[Planned], pages: PagedKv) -> None:
+        batch = PackedBatch([plan.chunk for plan in planned], pages, self._options.prefill_attends, self._model.dtype)
+        started_s = time.perf_counter()
+        logits = self._model.forward(batch)
+        prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
+        self._rate.add(prefilled, time.perf_counter() - started_s)
+        for (sequence, chunk), next_logits in zip(planned, logits, strict=True):
+            # NOTE: checked again, since the pages may have become another's while the pass was reading them.
+            if self._is_held(sequence):
+                self._advance(sequence, chunk, next_logits)
+
+    def _advance(self, sequence: Sequence, chunk: Chunk, next_logits: torch.Tensor) -> None:
+        sequence.advance(chunk)
+        reason = sequence.append_token(next_logits) if chunk.end == len(sequence.tokens) else None
+        self._attempt(sequence, sequence.commit_full_pages)
+        if reason and sequence.reply is None:
+            self._finish(sequence, reason)
+
+    def _admit(self) -> None:
+        """Starts waiting requests in their order, until one has to go on waiting.
+
+        Nothing runs while nothing has a lease, so the first one is waited for; the others are not, beyond what a lease
+        on pages of the device takes.
+        """
+        while True:
+            if self._admission.is_idle:
+                has_room = len(self._running) < self._options.max_sequences
+                if not (self._waiting and has_room and time.monotonic() >= self._retry_at_s):
+                    return
+                self._admission.ask(self._waiting[0], self._rate.tokens_per_second)
+            admitted = self._admission.answer(_LEASE_WAIT_S if self._running else None)
+            if admitted is None:
+                return
+            self._take_answer(admitted)
+
+    def _take_answer(self, admitted: Admitted) -> None:
+        sequence, answer = admitted
+        if sequence.reply:  # it was cancelled meanwhile
+            if isinstance(answer, Lease):
+                release(answer)
+        elif isinstance(answer, Lease):
+            self._waiting.remove(sequence)
+            sequence.start(answer)
+            bisect.insort(self._running, sequence, key=_by_arrival)
+        elif isinstance(answer, _TRY_AGAIN):
+            self._retry_at_s = time.monotonic() + _RETRY_S
+            pages_will_come = bool(self._running) and isinstance(answer, CacheFullError)
+            if not pages_will_come and time.monotonic() - sequence.waiting_since_s > self._options.patience_s:
+                self._finish(sequence, FinishReason.ERROR, answer)
+        else:
+            self._finish(sequence, FinishReason.ERROR, answer)
+
+    def _grow(self) -> None:
+        """Reserves the pages that the next tokens need, for the oldest first."""
+        for sequence in tuple(self._running):
+            while sequence in self._running and sequence.num_missing_pages > 0:
+                self._attempt(sequence, sequence.grow)
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        return self._attempt(sequence, sequence.lease.check)
+
+    def _attempt(self, sequence: Sequence, action: Callable[[], object]) -> bool:
+        """Runs something that needs the lease of `sequence`; False when it failed and the sequence runs no longer."""
+        try:
+            action()
+        except LEASE_GONE:
+            self._requeue(sequence)
+        except CacheFullError:
+            self._requeue(self._running[-1])  # the youngest gives its pages to the older ones
+        except KvtierError as error:
+            self._finish(sequence, FinishReason.ERROR, error)
+        else:
+            return True
+        return False
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        release(sequence.lease)
+        sequence.restart()
+        bisect.insort(self._waiting, sequence, key=_by_arrival)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: KvtierError | None = None) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+            release(sequence.lease)
+            self._retry_at_s = 0.0  # its pages may be what the next one waits for
+        else:
+            self._waiting.remove(sequence)
+        sequence.finish(reason, error)
+
+    def _paged_kv(self) -> PagedKv:
+        pool = self._session.pool
+        if self._pages is None or pool is not self._pool:
+            self._pool = pool
+            self._pages = PagedKv.of(pool.memory, self._layout)
+        return self._pages
+
+    def _check(self, request: Request) -> None:
+        num_tokens = len(request.prompt) + request.max_new_tokens
+        if num_tokens > self._model.max_tokens:
+            raise InvalidRequestError(
+                f"prompt and reply have up to {num_tokens} tokens; {self._model.name} takes {self._model.max_tokens}"
+            )
+        num_pages, pool_pages = -(-num_tokens // self._layout.page_size), len(self._session.pool.memory)
+        if num_pages > pool_pages:
+            raise InvalidRequestError(
+                f"prompt and reply need up to {num_pages} pages and the device pool has {pool_pages}; "
+                "give the daemon a larger pool or ask for fewer tokens"
+            )
+        largest = max(request.prompt)
+        if not 0 <= min(request.prompt) <= largest < self._model.vocab_size:
+            raise InvalidRequestError(f"token {largest} is not in the vocabulary of {self._model.vocab_size} tokens")
+
+
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.number

@@ -1,0 +1,45 @@
+"""What can be set about a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.errors import InvalidRequestError
+
+
+class PrefillAttends(StrEnum):
+    """What a prefill sees of the tokens that it computes itself."""
+
+    FRESH = "fresh"  # K and V as they are: the most exact first reply
+    QUANTIZED = "quantized"  # K and V as pages give them back: a cold prompt and a cached one reply the same
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Limits of a worker.
+
+    Args:
+        prefill_attends: what a prefill sees of the tokens that it computes itself; part of the cache's identity.
+        step_tokens: tokens of one forward pass. A longer prompt is computed in several, between which others decode.
+        max_sequences: requests that run at the same time.
+        promotion_wait_s: how long a request waits for pages of lower tiers before it computes them.
+        patience_s: how long a request waits for pages that other workers hold, or for a daemon that does not answer,
+            before it fails.
+    """
+
+    prefill_attends: PrefillAttends = PrefillAttends.FRESH
+    step_tokens: int = 512
+    max_sequences: int = 16
+    promotion_wait_s: float = 2.0
+    patience_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_sequences < self.step_tokens:
+            raise InvalidRequestError(
+                f"step_tokens is {self.step_tokens} and max_sequences {self.max_sequences}; a step must have room for "
+                "one token of every sequence and more"
+            )
+
+
+DEFAULT_OPTIONS = WorkerOptions()
