@@ -15,7 +15,15 @@ class ProtobufStubs(BuildHookInterface[Any]):
         root = Path(self.root)
         sources = sorted(str(path) for path in (root / "proto").rglob("*.proto"))
         out = str(root)
-        arguments = ["protoc", f"-I{root / 'proto'}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+        arguments = [
+            "protoc",
+            f"-I{root / 'proto'}",
+            f"--python_out={out}",
+            f"--pyi_out={out}",
+            f"--grpc_python_out={out}",
+        ]
         if protoc.main([*arguments, *sources]) != 0:
             raise RuntimeError("protoc failed on proto/; its messages are above")
-        (root / "kvtier" / "v1" / "__init__.py").write_text('"""Generated protobuf messages and gRPC stubs of kvtier.v1."""\n')
+        (root / "kvtier" / "v1" / "__init__.py").write_text(
+            '"""Generated protobuf messages and gRPC stubs of kvtier.v1."""\n'
+        )

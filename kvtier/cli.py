@@ -19,10 +19,11 @@ from rich.console import Console
 from kvtier import __version__
 from kvtier.config import Config, default_socket
 from kvtier.errors import KvtierError
+from kvtier.memory import keep_freed_memory
 
 app = typer.Typer(
-    help="kvtier keeps the KV cache of language models in 4-bit pages and finds it again: on the device, in host memory, "
-    "in Redis.",
+    help="kvtier keeps the KV cache of language models in 4-bit pages and finds it again: on the device, in host "
+    "memory, in Redis.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -39,6 +40,7 @@ def _default_address() -> str:
 
 def main() -> None:
     """Runs the command; an error that kvtier raises on purpose is one line on stderr and exit code 1."""
+    keep_freed_memory()
     try:
         app()
     except KvtierError as error:
@@ -48,10 +50,14 @@ def main() -> None:
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command one option for each setting of `Config`, which it receives as keyword arguments."""
-    hints: dict[str, Any] = {"settings_file": Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]}
+    hints: dict[str, Any] = {
+        "settings_file": Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
+    }
     for name, field in Config.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        plain = next((kind for kind in (int, float, Path) if kind in (field.annotation, *get_args(field.annotation))), str)
+        plain = next(
+            (kind for kind in (int, float, Path) if kind in (field.annotation, *get_args(field.annotation))), str
+        )
         shown = default.human_readable() if hasattr(default, "human_readable") else str(default)
         option = typer.Option(help=f"{field.description} Default: {shown}.", show_default=False)
         hints[name] = Annotated[plain | None, option]

@@ -1,7 +1,7 @@
 """Settings of the daemon: the only place that reads the environment and settings files.
 
-Every setting has one name: `device_bytes` in a TOML file, `KVTIER_DEVICE_BYTES` in the environment, `--device-bytes` on the
-command line. The command line wins over the environment, and the environment over the file.
+Every setting has one name: `device_bytes` in a TOML file, `KVTIER_DEVICE_BYTES` in the environment, `--device-bytes` on
+the command line. The command line wins over the environment, and the environment over the file.
 """
 
 from __future__ import annotations

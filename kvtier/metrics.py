@@ -53,7 +53,7 @@ class Metrics:
         self.writes_skipped = counter("writes_skipped", "Pages not written through because the queue was full.")
         self.sessions_lost = counter("sessions_lost", "Sessions that ended with leases open.")
         self.loop_restarts = counter("loop_restarts", "Background loops that died and were started again.", "loop")
-        self.rpc_errors = counter("rpc_errors", "Refused or failed requests, by method and gRPC status.", "method", "status")
+        self.rpc_errors = counter("rpc_errors", "Requests refused or failed, by gRPC status.", "method", "status")
         self.rpc_seconds = Histogram(
             "kvtier_rpc_seconds", "Time to answer, by method.", ["method"], buckets=_RPC_BUCKETS, registry=self.registry
         )

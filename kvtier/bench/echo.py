@@ -11,8 +11,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from kvtier.memory import keep_freed_memory
+
 METHOD = "/kvtier.bench.Echo/Echo"
-OPTIONS = (("grpc.max_send_message_length", 16 << 20), ("grpc.max_receive_message_length", 16 << 20))
+OPTIONS = (
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", 16 << 20),
+)
 
 
 async def _echo(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -32,4 +37,5 @@ async def main(socket: str) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as the daemon does
     asyncio.run(main(sys.argv[1]))

@@ -1,7 +1,7 @@
 """`kvtier bench lookup`: what finding a long prefix costs, beside an echo of the same bytes.
 
-Daemon, echo server and client are processes of their own. Rounds of everything that is compared are interleaved, so that
-noise of the machine meets all alike; figures are medians over rounds.
+Daemon, echo server and client are processes of their own. Rounds of everything that is compared are interleaved, so
+that noise of the machine meets all alike; figures are medians over rounds.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.cache.promoter import Promoter, Wanted
+from kvtier.cache.promoter import Promoter, Promotion, Wanted
 from kvtier.cache.reclaimer import Reclaimer
 from kvtier.cache.writer import WritePolicy, Writer
 from kvtier.errors import CacheFullError, InvalidRequestError
@@ -139,10 +139,9 @@ class PrefixCache:
         wanted = self._wanted(prompt)
         known = self.index.tree.match(wanted.start, wanted.tokens, wanted.extras)
         on_device = int(np.count_nonzero(known.device_slots() != NO_SLOT))
-        in_redis = 0
-        if known.num_pages * self.index.tree.stride < len(wanted.tokens):
-            in_redis = await self._promoter.count_in_redis(wanted, known)
-        return self._tokens(on_device, known.num_pages - on_device, in_redis)
+        promotion = Promotion(wanted, known.num_pages)
+        await self._promoter.count_in_redis(promotion)
+        return self._tokens(on_device, known.num_pages - on_device, promotion.num_known - known.num_pages)
 
     def _tokens(self, device: int, host: int, redis: int) -> TokensByTier:
         return TokensByTier(device * self._page_size, host * self._page_size, redis * self._page_size)
@@ -161,11 +160,11 @@ class PrefixCache:
         inherited = list(parent.held) if parent else []
         lease = self.index.leases.open(session_id, prompt.namespace, wanted.start, inherited)
         known, on_device = self.index.hold_device_prefix(lease, wanted.start, wanted.tokens, wanted.extras)
-        num_host, num_redis = known.num_pages - on_device, 0
-        if wait_s > 0:
-            num_redis = await self._promoter.count_in_redis(wanted, known)
-            if num_host + num_redis:
-                await self._promote_for(lease, wanted, known.num_pages + num_redis, wait_s)
+        promotion = Promotion(wanted, known.num_pages)
+        if wait_s > 0 and on_device < len(wanted.tokens) // self.index.tree.stride:
+            await self._promote_for(lease, promotion, wait_s)
+        num_host = known.num_pages - on_device
+        num_redis = promotion.num_known - known.num_pages
         arrived = lease.end.depth - wanted.start.depth - on_device
         from_host = min(arrived, num_host)
         from_redis = min(arrived - from_host, num_redis)
@@ -182,23 +181,25 @@ class PrefixCache:
         self._count(len(prompt.tokens) // TOKEN_BYTES, found, left)
         return Acquired(lease, matched, reserved, found, left)
 
-    async def _promote_for(self, lease: Lease, wanted: Wanted, num_stored: int, wait_s: float) -> None:
+    async def _promote_for(self, lease: Lease, promotion: Promotion, wait_s: float) -> None:
         """Promotes a prefix and lets `lease` hold what arrives in time; the rest goes on in the background."""
-        promotion, guard = self._start_promotion(wanted, num_stored, lease.held, lease.end)
-        await asyncio.wait({promotion}, timeout=wait_s)
+        task, guard = self._start_promotion(promotion, lease.end, lease.held)
+        await asyncio.wait({task}, timeout=wait_s)
+        wanted = promotion.wanted
         self.index.hold_device_prefix(lease, wanted.start, wanted.tokens, wanted.extras)
         # NOTE: The guard goes after the lease holds the pages, so that nothing evicts them in between.
-        if promotion.done():
+        if task.done():
             self.index.leases.release(guard)
         else:
-            promotion.add_done_callback(lambda _: self.index.leases.release(guard))
+            task.add_done_callback(lambda _: self.index.leases.release(guard))
 
     def _start_promotion(
-        self, wanted: Wanted, num_stored: int, held: list[SlotArray], end: Cursor
+        self, promotion: Promotion, end: Cursor, held: list[SlotArray]
     ) -> tuple[asyncio.Task[None], Lease]:
-        guard = self.index.leases.open(_GUARD_SESSION, wanted.namespace, end, list(held))
-        task = asyncio.create_task(self._promoter.promote(wanted, num_stored, guard), name="promotion")
-        self._promotions[task] = wanted.namespace
+        """A promotion under way, and the lease that holds its pages: `held`, up to `end`, and what arrives."""
+        guard = self.index.leases.open(_GUARD_SESSION, promotion.wanted.namespace, end, list(held))
+        task = asyncio.create_task(self._promoter.promote(promotion, guard), name="promotion")
+        self._promotions[task] = promotion.wanted.namespace
         task.add_done_callback(self._promotion_ended)
         return task, guard
 
@@ -221,7 +222,7 @@ class PrefixCache:
         num_tokens = check_tokens(tokens, self.identity.vocab_size)
         if num_tokens == 0 or num_tokens != pages.size * self._page_size:
             raise InvalidRequestError(
-                f"{num_tokens} tokens do not fill {pages.size} pages of {self._page_size}; commit one or more whole pages"
+                f"{num_tokens} tokens do not fill {pages.size} pages of {self._page_size}; commit one or more, whole"
             )
         lease.check_reserved(pages)
         first_page = lease.end.depth
@@ -250,18 +251,20 @@ class PrefixCache:
         """Starts bringing a prefix to the device; returns the tokens on their way."""
         wanted = self._wanted(prompt)
         known = self.index.tree.match(wanted.start, wanted.tokens, wanted.extras)
-        num_stored = known.num_pages + await self._promoter.count_in_redis(wanted, known)
-        promotion, guard = self._start_promotion(wanted, num_stored, [], wanted.start)
-        promotion.add_done_callback(lambda _: self.index.leases.release(guard))
+        promotion = Promotion(wanted, known.num_pages)
+        await self._promoter.count_in_redis(promotion)
+        task, guard = self._start_promotion(promotion, wanted.start, [])
+        task.add_done_callback(lambda _: self.release(guard))
         on_device = int(np.count_nonzero(known.device_slots() != NO_SLOT))
-        return (num_stored - on_device) * self._page_size
+        return (promotion.num_known - on_device) * self._page_size
 
     def pin(self, prompt: Prompt, expires_at: float) -> tuple[int, int]:
         """Holds the part of a prefix that is on the device; returns its lease id and the tokens pinned."""
         wanted = self._wanted(prompt)
         known = self.index.tree.match(wanted.start, wanted.tokens, wanted.extras)
         on_device = int(np.count_nonzero(known.device_slots() != NO_SLOT))
-        pinned = sum(slots.size for lease in self.index.leases if lease.session_id == PIN_SESSION for slots in lease.held)
+        pins = [lease for lease in self.index.leases if lease.session_id == PIN_SESSION]
+        pinned = sum(slots.size for pin in pins for slots in pin.held)
         if pinned + on_device > self.index.device.num_slots // _MAX_PINNED_SHARE:
             raise CacheFullError(
                 f"{on_device} more pages would pin over half of the {self.index.device.num_slots} on the device "

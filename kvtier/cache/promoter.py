@@ -7,13 +7,14 @@ already is waited for, not moved twice. Pages that would take longer to move tha
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.cache.reclaimer import Reclaimer, page_names
 from kvtier.errors import CacheFullError
-from kvtier.index import NO_SLOT, Cursor, Lease, Match, PageIndex
+from kvtier.index import Cursor, Lease, Match, PageIndex
 from kvtier.pages.chain import Extras, chain_keys, next_key
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.tiers.base import Route
@@ -36,6 +37,18 @@ class Wanted(NamedTuple):
     prefill_tokens_per_second: float = 0.0
 
 
+@dataclass
+class Promotion:
+    """A prefix on its way up.
+
+    `num_known` counts its pages, from the first, that the tree has, and once `is_counted` those behind that Redis has.
+    """
+
+    wanted: Wanted
+    num_known: int
+    is_counted: bool = False
+
+
 class Promoter:
     """Promotions of one cache."""
 
@@ -48,22 +61,24 @@ class Promoter:
         self._batch = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // identity.layout.page_bytes))
         self._on_their_way: dict[bytes, asyncio.Event] = {}  # batches by the chain key of their first page
 
-    async def count_in_redis(self, wanted: Wanted, known: Match) -> int:
-        """How many pages of `wanted` behind the known ones Redis has."""
-        if not self._mover.has_redis or known.num_pages * self._index.tree.stride == len(wanted.tokens):
-            return 0
-        return await self._mover.count_stored(
-            wanted.namespace, page_names(self._identity, await self._keys_behind(wanted, known))
-        )
+    async def count_in_redis(self, promotion: Promotion) -> None:
+        """Adds the pages behind the known ones that Redis has to `promotion.num_known`."""
+        promotion.is_counted = True
+        wanted = promotion.wanted
+        known = self._index.tree.match(wanted.start, wanted.tokens, wanted.extras)
+        promotion.num_known = known.num_pages
+        if self._mover.has_redis and known.num_pages * self._index.tree.stride < len(wanted.tokens):
+            names = page_names(self._identity, await self._keys_behind(wanted, known))
+            promotion.num_known += await self._mover.count_stored(wanted.namespace, names)
 
-    async def promote(self, wanted: Wanted, num_stored: int, guard: Lease) -> None:
-        """Promotes what is worth it; `guard` holds the device part of the prefix, and what comes to it.
-
-        `num_stored` counts the pages of `wanted`, from its first, that the tree or Redis has.
-        """
+    async def promote(self, promotion: Promotion, guard: Lease) -> None:
+        """Promotes what is worth it; `guard` holds the device part of the prefix, and what comes to it."""
+        if not promotion.is_counted:
+            await self.count_in_redis(promotion)
+        wanted = promotion.wanted
         while True:
             known, on_device = self._index.hold_device_prefix(guard, wanted.start, wanted.tokens, wanted.extras)
-            if on_device >= max(known.num_pages, num_stored):
+            if on_device >= max(known.num_pages, promotion.num_known):
                 return
             key = self._key_at(wanted, known, on_device)
             if (other := self._on_their_way.get(key)) is not None:
@@ -74,7 +89,7 @@ class Promoter:
                 if on_device < known.num_pages:
                     moved = await self._raise(wanted, known, on_device)
                 else:
-                    moved = await self._fetch(wanted, known, num_stored - on_device)
+                    moved = await self._fetch(wanted, known, promotion.num_known - on_device)
             finally:
                 del self._on_their_way[key]
                 arrived.set()

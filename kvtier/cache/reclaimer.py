@@ -1,7 +1,7 @@
 """Makes room: gives slots of a pool, evicting pages when none are free.
 
-Evicting from the device copies a page to host memory first, unless it has a copy there; evicting from host memory writes
-it to Redis first, unless Redis has it. Only what cannot be written is dropped, and counted.
+Evicting from the device copies a page to host memory first, unless it has a copy there; evicting from host memory
+writes it to Redis first, unless Redis has it. Only what cannot be written is dropped, and counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def page_names(identity: CacheIdentity, keys: list[bytes]) -> list[PageName]:
 class Reclaimer:
     """Allocates slots of both pools. Allocations of a pool take their turn, so what one frees no other takes.
 
-    NOTE: Waiting for the host pool inside an allocation of device slots is safe, because nothing waits the other way round.
+    NOTE: An allocation of device slots may wait for host slots; nothing waits the other way round.
     """
 
     def __init__(self, identity: CacheIdentity, index: PageIndex, mover: Mover, metrics: Metrics) -> None:
@@ -46,15 +46,17 @@ class Reclaimer:
         """`count` device slots; raises `CacheFullError` when leases hold too many of the others."""
         pool = self._index.device
         async with self._device_turn:
-            while pool.num_free < count <= pool.num_slots:
-                if not await self._evict_from_device(count - pool.num_free):
-                    break
-            if pool.num_free < count:
+            if count > pool.num_slots:
                 raise CacheFullError(
-                    f"{count} pages asked, but of {pool.num_slots} on the device {pool.num_free} are free and "
-                    f"{pool.num_held} held by leases, pins and transfers; release leases, ask for fewer pages, or give the "
-                    "daemon more --device-bytes"
+                    f"{count} pages asked, but the device pool has {pool.num_slots}; ask for fewer, or give the daemon "
+                    "more --device-bytes"
                 )
+            while pool.num_free < count:
+                if not await self._evict_from_device(count - pool.num_free):
+                    raise CacheFullError(
+                        f"{count} pages asked, but of {pool.num_slots} on the device {pool.num_free} are free and the "
+                        "others held by leases, pins and transfers; release leases, or give the daemon more --device-bytes"
+                    )
             return pool.allocate(count)
 
     async def allocate_host(self, count: int) -> SlotArray:

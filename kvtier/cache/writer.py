@@ -1,8 +1,8 @@
 """Write policies: when committed pages get a copy below the device.
 
-`write_back` copies on eviction only; `write_through` as soon as a page is committed; `write_through_selective` once a page
-has been asked for again often enough. Durability is tracked page by page, so whatever a full queue or a dead Redis leaves
-out is written on eviction after all.
+`write_back` copies on eviction only; `write_through` as soon as a page is committed; `write_through_selective` once a
+page has been asked for again often enough. Durability is tracked page by page, so whatever a full queue or a dead Redis
+leaves out is written on eviction after all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ class Writer:
     """Writes pages of one cache through to host memory and Redis, in the background."""
 
     def __init__(
-        self, policy: WritePolicy, after_hits: int, index: PageIndex, reclaimer: Reclaimer, metrics: Metrics, has_redis: bool
+        self,
+        policy: WritePolicy,
+        after_hits: int,
+        index: PageIndex,
+        reclaimer: Reclaimer,
+        metrics: Metrics,
+        has_redis: bool,
     ) -> None:
         self._policy = policy
         self._after_hits = after_hits
@@ -104,8 +110,10 @@ class Writer:
         return lacking + run.num_pages - copies.size
 
     async def write_all(self, run: PageRun, deadline: float) -> int:
-        """Writes a run to Redis, wherever its pages are, until `deadline` of the monotonic clock and the batch under way
-        then; returns the pages Redis lacks."""
+        """Writes a run to Redis, wherever its pages are, and returns the pages Redis lacks.
+
+        Begins no batch after `deadline` (seconds of the monotonic clock).
+        """
         num_device = int(np.count_nonzero(run.device != NO_SLOT))
         on_device, on_host = part_of(run, 0, num_device), part_of(run, num_device, run.num_pages)
         self._index.device.hold(on_device.device)

@@ -29,9 +29,9 @@ _LAST_RETRY_S = 2.0
 class AsyncSession:
     """A worker's session with a daemon. Use `connect`.
 
-    When the stream breaks, calls under way raise `SessionLostError`, leases of it raise `LeaseLostError` from then on, and
-    the session attaches anew in the background; the next `acquire` waits for it. `pool` is another mapping then, if the
-    daemon started anew.
+    When the stream breaks, calls under way raise `SessionLostError`, leases of it raise `LeaseLostError` from then on,
+    and the session attaches anew in the background; the next `acquire` waits for it. `pool` is another mapping then, if
+    the daemon started anew.
     """
 
     def __init__(self, address: str, identity: CacheIdentity, timeout_s: float, tls: TlsFiles | None) -> None:
@@ -136,7 +136,7 @@ class AsyncSession:
             parent: a lease whose sequence `tokens` continue, behind its matched and committed pages.
             extra_keys: positions count from the start of the sequence.
             wait_s: how long to wait for pages in host memory and Redis; 0 takes what is on the device.
-            prefill_tokens_per_second: the worker's own speed; what is slower to move than to recompute stays where it is.
+            prefill_tokens_per_second: the worker's own speed; what is slower to move than to recompute stays.
 
         Raises `CacheFullError` when the pages to reserve cannot be had, and `LeaseLostError` when `parent` is lost.
         """
@@ -195,7 +195,7 @@ class AsyncLease:
         self.left_tokens = TokensByTier.from_message(acquired.left_tokens)
 
     def check(self) -> None:
-        """Raises `LeaseLostError` when the pages may be another's by now. Call it before every launch that uses them."""
+        """Raises `LeaseLostError` when the pages may be another's by now. Call it before every launch on them."""
         if self._stream.seconds_left <= 0:
             reason = self._stream.lost.result() if self._stream.is_lost else "the daemon has not answered for too long"
             raise LeaseLostError(f"lease {self.lease_id} is lost, acquire again: {reason}")
@@ -215,7 +215,10 @@ class AsyncLease:
         return pages
 
     async def commit(self, tokens: Tokens, pages: PageNumbers, extra_keys: ExtraKeys = ()) -> CommitResult:
-        """Publishes reserved pages, in order, with the tokens that fill them: the worker promises their bytes are final."""
+        """Publishes reserved pages, in order, with the tokens that fill them.
+
+        The worker promises that their bytes are final.
+        """
         committed: pb.CommitResponse = await self.valid_stream().call(
             "commit",
             self._timeout_s,

@@ -29,9 +29,7 @@ class TlsFiles(NamedTuple):
     key: Path
 
     def credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(
-            self.ca.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
-        )
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes())
 
 
 def check_address(address: str, tls: TlsFiles | None) -> str:
@@ -56,4 +54,6 @@ def to_kvtier_error(error: grpc.RpcError, address: str) -> KvtierError:
         return DeadlineError(f"the daemon at {address} did not answer in time; it is overloaded or hangs")
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT):
         return InvalidRequestError(f"the daemon at {address} refused the message: {details}")
-    return DaemonUnavailableError(f"no daemon answers at {address} ({code.name}: {details}); start one with `kvtier serve`")
+    return DaemonUnavailableError(
+        f"no daemon answers at {address} ({code.name}: {details}); start one with `kvtier serve`"
+    )

@@ -28,8 +28,8 @@ class PoolMapping:
             descriptor = os.open(pool.shared_memory_path, os.O_RDWR)
         except OSError as error:
             raise ConfigurationError(
-                f"cannot map the daemon's pool {pool.shared_memory_path}: {error.strerror}; daemon and worker must share "
-                "/dev/shm and the user (containers: one IPC namespace)"
+                f"cannot map the daemon's pool {pool.shared_memory_path}: {error.strerror}; daemon and worker must "
+                "share /dev/shm and the user (containers: one IPC namespace)"
             ) from error
         try:
             mapped = mmap.mmap(descriptor, num_bytes)

@@ -43,11 +43,11 @@ class CommitResult(NamedTuple):
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Tokens as they travel; raises `InvalidRequestError` for ids that are no uint32, or more than a message carries."""
+    """Tokens as they travel; raises `InvalidRequestError` for ids that are no uint32, or too many for a message."""
     num_bytes = len(tokens) if isinstance(tokens, bytes) else 4 * tokens.size
     if num_bytes > MAX_TOKEN_BYTES:
         raise InvalidRequestError(
-            f"{num_bytes:,} bytes of tokens do not fit into one message; send at most {MAX_TOKEN_BYTES:,}, 4 bytes a token"
+            f"{num_bytes:,} bytes of tokens do not fit into one message; send at most {MAX_TOKEN_BYTES:,}"
         )
     if isinstance(tokens, bytes):
         return tokens

@@ -51,7 +51,7 @@ class Stream:
         attached: pb.AttachResponse = await self.call("attach", timeout_s, identity=identity_to_message(identity))
         if attached.fingerprint != identity.fingerprint:
             raise ConfigurationError(
-                "daemon and worker compute different fingerprints of the same model; run the same kvtier release in both"
+                "daemon and worker compute different fingerprints of the same model; run one kvtier release in both"
             )
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
         self._valid_until = time.monotonic() + self.lease_ttl_s
@@ -63,8 +63,8 @@ class Stream:
 
         Raises what the daemon answered, `DeadlineError` after `timeout_s`, or `SessionLostError` when the stream ends.
         """
-        # NOTE: Given as a dictionary, the fields go straight into the message; as a message of its own, half a megabyte of
-        # tokens would be copied once more.
+        # Given as a dictionary, the fields go straight into the message; as a message of its own, half a megabyte of
+        # tokens would be copied once more, which takes longer than the lookup.
         request = pb.SessionRequest(request_id=next(self._ids), **{kind: fields})
         answer = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         sent_at = time.monotonic()
@@ -73,9 +73,7 @@ class Stream:
                 await self._send(request)
                 response = await answer
         except TimeoutError:
-            raise DeadlineError(
-                f"the daemon at {self._address} did not answer {kind} within {timeout_s:g} s"
-            ) from None
+            raise DeadlineError(f"the daemon at {self._address} did not answer {kind} within {timeout_s:g} s") from None
         finally:
             del self._waiting[request.request_id]
         # NOTE: Counted from the sending, not the answer: the daemon saw this worker alive no earlier than that.
@@ -111,7 +109,7 @@ class Stream:
         if not self.lost.done():
             reason = to_kvtier_error(error, self._address) if isinstance(error, grpc.RpcError) else error
             self.lost.set_result(
-                SessionLostError(f"the session with the daemon at {self._address} ended, and its leases with it: {reason}")
+                SessionLostError(f"the session at {self._address} ended, and its leases with it: {reason}")
             )
         for answer in self._waiting.values():
             if not answer.done():

@@ -34,9 +34,7 @@ class _LoopThread:
         self._loop.close()
 
 
-def connect(
-    address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None
-) -> Session:
+def connect(address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None) -> Session:
     """Attaches to a daemon; see `AsyncSession.connect`."""
     loop = _LoopThread()
     try:

@@ -38,9 +38,7 @@ class Client:
         except grpc.RpcError as error:
             raise to_kvtier_error(error, self._address) from error
 
-    def lookup(
-        self, fingerprint: bytes, namespace: str, tokens: Tokens, extra_keys: ExtraKeys = ()
-    ) -> TokensByTier:
+    def lookup(self, fingerprint: bytes, namespace: str, tokens: Tokens, extra_keys: ExtraKeys = ()) -> TokensByTier:
         """Where the longest cached prefix of `tokens` is. Changes nothing in the cache."""
         request = pb.LookupRequest(
             fingerprint=fingerprint,

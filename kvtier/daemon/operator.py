@@ -115,8 +115,8 @@ class Operator:
                     yield Gauge("pages", "Pages of the pools, by tier and state.", labels, pages)
         if self._redis is not None:
             for state in BreakerState:
-                labels = {"state": state.value}
-                yield Gauge("redis_breaker", "1 for the state the breaker is in.", labels, self._redis.breaker.state == state)
+                is_state = self._redis.breaker.state == state
+                yield Gauge("redis_breaker", "1 for the breaker's state.", {"state": state.value}, is_state)
 
 
 def _pool_statistics(pool: SlotPool) -> admin.PoolStatistics:

@@ -112,8 +112,8 @@ class CacheRegistry:
         num_pages = total_bytes // parts // page_bytes
         if num_pages < _MIN_PAGES:
             raise ConfigurationError(
-                f"{setting} is {total_bytes:,} for {parts} caches; a page of {identity.model} has {page_bytes:,} bytes, and "
-                f"a pool needs at least {_MIN_PAGES}: set {setting} to {_MIN_PAGES * page_bytes * parts:,} or more"
+                f"{setting} is {total_bytes:,} for {parts} caches; a page of {identity.model} has {page_bytes:,} bytes, "
+                f"and a pool needs at least {_MIN_PAGES}: set {setting} to {_MIN_PAGES * page_bytes * parts:,} or more"
             )
         return num_pages
 
@@ -121,8 +121,8 @@ class CacheRegistry:
         idle = next((key for key in self._caches if not self._sessions[key]), None)
         if idle is None:
             raise CacheFullError(
-                f"all {self._config.max_caches} parts of the pools are in use by other models; detach their workers, or "
-                "start the daemon with a larger --max-caches"
+                f"all {self._config.max_caches} parts of the pools are in use by other models; detach their workers, "
+                "or start the daemon with a larger --max-caches"
             )
         cache = self._caches.pop(idle)
         await cache.drain(self._config.drain_s)

@@ -54,6 +54,7 @@ def measured(method: str, metrics: Metrics) -> Iterator[None]:
     except Exception as error:  # a process's edge: the client gets an answer, the log has the trace
         _log.exception("%s failed", method)
         metrics.rpc_errors.labels(method, DaemonError("").status.name).inc()
-        raise DaemonError(f"{method} failed inside the daemon ({type(error).__name__}); its log has the details") from error
+        fault = type(error).__name__
+        raise DaemonError(f"{method} failed inside the daemon ({fault}); its log has the details") from error
     finally:
         metrics.rpc_seconds.labels(method).observe(time.perf_counter() - start)

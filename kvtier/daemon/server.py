@@ -54,7 +54,7 @@ async def serve(config: Config) -> None:
 
 @contextlib.asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Operator]:
-    """A daemon that serves inside the context. On leaving it gives no new leases, writes what Redis lacks, and stops."""
+    """A daemon that serves inside the context; on leaving, it writes to Redis what that lacks, and stops."""
     metrics = Metrics()
     supervisor = Supervisor(metrics)
     async with contextlib.AsyncExitStack() as stack:
@@ -86,7 +86,7 @@ async def _open_redis(config: Config, stack: contextlib.AsyncExitStack) -> Redis
     if url == "none":
         return None
     if url == "embedded":
-        embedded = await asyncio.to_thread(EmbeddedRedis.start, config.data_dir, config.redis_max_bytes)
+        embedded = await asyncio.to_thread(EmbeddedRedis.start, config.data_dir, int(config.redis_max_bytes))
         url = embedded.url
     redis = RedisTier.open(
         url,

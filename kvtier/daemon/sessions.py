@@ -60,10 +60,12 @@ class Session:
         self._sessions = sessions
         self._write = write
         self._write_turn = asyncio.Lock()
+        self._attach_turn = asyncio.Lock()
         self._cache: PrefixCache | None = None
         self._lease_turns: dict[int, asyncio.Lock] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serve(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Answers requests until the stream ends or the worker is silent for longer than its leases live."""
@@ -80,7 +82,9 @@ class Session:
         except TimeoutError:
             _log.warning("session %d sent nothing for %.0f s; ending it", self.session_id, silence_s)
         finally:
-            # NOTE: What is under way may hold pages for this session; its leases end only after it.
+            # NOTE: What is under way may hold pages for this session; its leases end only after it. Nobody waits for
+            # pages of lower tiers any more.
+            self._ended.set_result(None)
             if self._running:
                 await asyncio.wait(self._running)
 
@@ -122,12 +126,18 @@ class Session:
         return self._cache
 
     @contextlib.asynccontextmanager
-    async def _turn(self, lease_id: int) -> AsyncIterator[None]:
-        """This request's turn on a lease: in the order in which requests came."""
+    async def _turn(self, lease_id: int) -> AsyncIterator[Lease]:
+        """A lease of this session for this request alone, in the order in which requests came."""
+        leases = self._attached.index.leases
+        leases.get(lease_id, self.session_id)
         async with self._lease_turns.setdefault(lease_id, asyncio.Lock()):
-            yield
+            yield leases.get(lease_id, self.session_id)
 
     async def _attach(self, request: pb.AttachRequest) -> pb.AttachResponse:
+        async with self._attach_turn:
+            return await self._attach_once(request)
+
+    async def _attach_once(self, request: pb.AttachRequest) -> pb.AttachResponse:
         if self._cache is not None:
             raise NotAttachedError("the session has attached before; open another session for another model")
         if self._sessions.draining:
@@ -153,7 +163,7 @@ class Session:
     async def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         cache = self._attached
         if self._sessions.draining:
-            raise DrainingError("the daemon is draining and gives no new leases; compute without it, or attach elsewhere")
+            raise DrainingError("the daemon is draining and gives no new leases; attach to its successor")
         parent = None
         if request.parent_lease_id:
             parent = cache.index.leases.get(request.parent_lease_id, self.session_id)
@@ -176,30 +186,27 @@ class Session:
         )
 
     async def _extend(self, request: pb.ExtendRequest) -> pb.ExtendResponse:
-        async with self._turn(request.lease_id):
-            lease = self._attached.index.leases.get(request.lease_id, self.session_id)
+        async with self._turn(request.lease_id) as lease:
             reserved = await self._attached.extend(lease, request.reserve_pages)
             return pb.ExtendResponse(reserved_pages=pages_to_bytes(reserved))
 
     async def _commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        async with self._turn(request.lease_id):
+        async with self._turn(request.lease_id) as lease:
             cache = self._attached
-            lease = cache.index.leases.get(request.lease_id, self.session_id)
             extra_keys = ((extra.token_position, extra.digest) for extra in request.extra_keys)
             extras = extras_by_page(extra_keys, cache.identity.layout.page_size)
             result = await cache.commit(lease, request.tokens, extras, pages_from_bytes(request.pages))
-            return pb.CommitResponse(
-                committed_tokens=result.committed_tokens, duplicate_pages=result.duplicate_pages
-            )
+            return pb.CommitResponse(committed_tokens=result.committed_tokens, duplicate_pages=result.duplicate_pages)
 
     async def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         cache = self._attached
-        for lease_id in request.lease_ids:
+        lease_ids = sorted(set(request.lease_ids))
+        for lease_id in lease_ids:
             cache.index.leases.get(lease_id, self.session_id)
-        for lease_id in request.lease_ids:
-            async with self._turn(lease_id):
-                cache.release(cache.index.leases.get(lease_id, self.session_id))
-            self._lease_turns.pop(lease_id, None)
+        for lease_id in lease_ids:
+            async with self._turn(lease_id) as lease:
+                cache.release(lease)
+            del self._lease_turns[lease_id]
         return pb.ReleaseResponse()
 
     async def _heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:

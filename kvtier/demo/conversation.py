@@ -13,18 +13,19 @@ from kvtier.demo.baseline import cold_first_token_s
 from kvtier.demo.script import SYSTEM_PROMPT, VISITORS
 from kvtier.worker import Conversation, Request, Worker, WorkerModel
 
-NAMESPACE = "museum"
 MAX_REPLY_TOKENS = 48
 
 
 class Turn(NamedTuple):
     """One question and its reply.
 
-    `expected_tokens` is what the cache must find: the whole pages of the longest beginning that a turn computed before.
+    `expected_tokens` is what the cache must find: the whole pages of the longest beginning that an earlier turn of the
+    same tenant computed.
     Times to first token are in seconds; `cold_first_token_s` is that of the same prompt without a cache.
     """
 
     visitor: str
+    tenant: str
     number: int
     prompt_tokens: int
     expected_tokens: int
@@ -46,17 +47,21 @@ def hold_conversations(
 ) -> Iterator[Turn]:
     """The turns of all visitors, interleaved: everybody's first question, then everybody's second, and so on."""
     conversations = {visitor.name: Conversation(tokenizer, SYSTEM_PROMPT) for visitor in VISITORS}
-    computed: list[tuple[int, ...]] = []  # the tokens of every turn whose K and V were computed
+    computed: list[tuple[str, tuple[int, ...]]] = []  # tenant, and tokens whose K and V were computed, of every turn
     num_turns = max(len(visitor.questions) for visitor in VISITORS)
     for index, visitor in itertools.product(range(num_turns), VISITORS):
+        if index >= len(visitor.questions):
+            continue
         conversation = conversations[visitor.name]
         prompt = conversation.ask(visitor.questions[index])
         cold_s = cold_first_token_s(model, prompt)
-        reply = worker.generate(Request(NAMESPACE, prompt, MAX_REPLY_TOKENS, conversation.stop_tokens))
-        longest = max((_common_prefix(prompt, earlier) for earlier in computed), default=0)
-        computed.append((*prompt, *reply.tokens[:-1]))
+        reply = worker.generate(Request(visitor.tenant, prompt, MAX_REPLY_TOKENS, conversation.stop_tokens))
+        earlier = (tokens for tenant, tokens in computed if tenant == visitor.tenant)
+        longest = max((_common_prefix(prompt, tokens) for tokens in earlier), default=0)
+        computed.append((visitor.tenant, (*prompt, *reply.tokens[:-1])))
         yield Turn(
             visitor=visitor.name,
+            tenant=visitor.tenant,
             number=index + 1,
             prompt_tokens=len(prompt),
             expected_tokens=longest // page_size * page_size,
@@ -67,6 +72,17 @@ def hold_conversations(
             question=visitor.questions[index],
             reply=conversation.add_reply(reply.tokens),
         )
+
+
+def longest_conversation(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the longest conversation, if every reply is as long as it may be."""
+    lengths: list[int] = []
+    for visitor in VISITORS:
+        conversation = Conversation(tokenizer, SYSTEM_PROMPT)
+        for question in visitor.questions:
+            lengths.append(len(conversation.ask(question)) + MAX_REPLY_TOKENS)
+            conversation.add_reply([0] * MAX_REPLY_TOKENS)
+    return max(lengths)
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ def turns_table(turns: Sequence[Turn], title: str) -> Table:
     """One row a turn."""
     table = Table(title=title, caption="tokens found by tier; time to first token (TTFT) in milliseconds")
     table.add_column("who")
+    table.add_column("tenant")
     for heading in ("turn", "prompt", "device", "host", "redis", "computed", "TTFT", "no cache"):
         table.add_column(heading, justify="right")
     table.add_column("question and reply", ratio=1)
@@ -24,6 +25,7 @@ def turns_table(turns: Sequence[Turn], title: str) -> Table:
         times = (turn.first_token_s, turn.cold_first_token_s)
         table.add_row(
             turn.visitor,
+            turn.tenant,
             *(str(figure) for figure in figures),
             *(f"{seconds * _MILLISECONDS:,.0f}" for seconds in times),
             f"[italic]{turn.question}[/italic] {turn.reply}",

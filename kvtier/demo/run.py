@@ -10,30 +10,27 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.live import Live
-from transformers.utils import logging as transformers_logging
 
-from kvtier.demo.conversation import Turn, hold_conversations
+from kvtier.demo.conversation import Turn, hold_conversations, longest_conversation
 from kvtier.demo.report import as_json, totals, totals_lines, turns_table
 from kvtier.demo.transfers import free_metrics_address, transferred_bytes
 from kvtier.launch import daemon_process
 from kvtier.pages.layout import PageFormat
 from kvtier.worker import WorkerModel, WorkerOptions, connect_worker, load_model, load_tokenizer
 
-_PAGE_SIZE = 32  # smaller than the default, so that short conversations have pages enough to travel
-_DEVICE_PAGES = 40  # one conversation and the beginning of another
-_HOST_PAGES = 6
+_PAGE_SIZE = 16  # smaller than the default, so that short conversations have pages enough to travel
+_HOST_PAGES = 16
 _PROMOTION_WAIT_S = 10.0
 
 
 def run_demo(model_directory: Path, page_format: PageFormat, print_json: bool) -> bool:
     """Runs the demo and prints what happened; whether all turns found what they must, and every tier took part."""
     console = Console(stderr=print_json)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # The daemon and Redis need cores too: where threads of one forward pass share a core with them, it takes many times
     # longer.
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
-    with console.status(f"loading the model in {model_directory}"):
-        model = load_model(model_directory)
+    console.print(f"loading the model in {model_directory}")
+    model = load_model(model_directory)
     turns, transferred = _run(console, model, model_directory, page_format)
     figures = totals(turns, transferred)
     if print_json:
@@ -49,16 +46,18 @@ def run_demo(model_directory: Path, page_format: PageFormat, print_json: bool) -
 def _run(
     console: Console, model: WorkerModel, model_directory: Path, page_format: PageFormat
 ) -> tuple[list[Turn], dict[str, int]]:
+    tokenizer = load_tokenizer(model_directory)
     page_bytes = model.identity(page_format, _PAGE_SIZE).layout.page_bytes
+    device_pages = longest_conversation(tokenizer) // _PAGE_SIZE + 2  # so that no two conversations fit
     metrics = free_metrics_address()
     title = (
         f"{model.name}, {page_format} pages of {page_bytes // 1024} KiB: "
-        f"{_DEVICE_PAGES} on the device, {_HOST_PAGES} in host memory, the others in Redis"
+        f"{device_pages} on the device, {_HOST_PAGES} in host memory, the others in Redis"
     )
     turns: list[Turn] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
         daemon_settings = {
-            "device_bytes": _DEVICE_PAGES * page_bytes,
+            "device_bytes": device_pages * page_bytes,
             "host_bytes": _HOST_PAGES * page_bytes,
             "redis": "embedded",
             "metrics": metrics,
@@ -69,7 +68,7 @@ def _run(
             connect_worker(daemon.address, model, page_format, _PAGE_SIZE, options) as worker,
             Live(turns_table(turns, title), console=console) as live,
         ):
-            for turn in hold_conversations(worker, model, load_tokenizer(model_directory), _PAGE_SIZE):
+            for turn in hold_conversations(worker, model, tokenizer, _PAGE_SIZE):
                 turns.append(turn)
                 live.update(turns_table(turns, title))
             return turns, transferred_bytes(metrics)

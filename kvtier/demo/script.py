@@ -1,4 +1,8 @@
-"""What is said in the demo: two visitors talk to the same guide, so their prompts share a long beginning."""
+"""What is said in the demo.
+
+Two visitors of one tenant talk to the same guide, so their prompts share a long beginning. A third, of another tenant, has
+the same beginning but shares nothing: it is what presses on the pools.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +48,17 @@ museum is. Visitors may bring their own food to the tables in the garden.
 
 
 class Visitor(NamedTuple):
-    """One conversation: who asks, and what, turn by turn."""
+    """One conversation: who asks, for which tenant, and what, turn by turn."""
 
     name: str
+    tenant: str
     questions: tuple[str, ...]
 
 
 VISITORS = (
     Visitor(
         "Ada",
+        "museum",
         (
             "Who built the lighthouse?",
             "How high is it, and how many steps does it have?",
@@ -64,6 +70,7 @@ VISITORS = (
     ),
     Visitor(
         "Ben",
+        "museum",
         (
             "How do I get to the island?",
             "What does a ticket cost for an adult?",
@@ -71,6 +78,16 @@ VISITORS = (
             "Which birds can I see there?",
             "What happened to the schooner Halcyon?",
             "When does the last ferry leave in August?",
+        ),
+    ),
+    Visitor(
+        "Cleo",
+        "school",
+        (
+            "Who was the last keeper?",
+            "What is on the second floor?",
+            "Where can we see the seals?",
+            "When do guided tours start?",
         ),
     ),
 )

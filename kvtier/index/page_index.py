@@ -45,7 +45,7 @@ class Published(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Numbers of pages: freed on the device, freed in host memory, and kept since they are held or precede such pages."""
+    """Numbers of pages: freed on the device and in host memory, and kept because they are held or precede held ones."""
 
     device: int
     host: int
@@ -295,7 +295,7 @@ class PageIndex:
         return freed
 
     def remove_namespace(self, namespace: str) -> Removed:
-        """Takes all pages of a namespace out of the tree, but for those that something holds and what lies before them."""
+        """Takes all pages of a namespace out of the tree, but for held ones and what lies before them."""
         device = host = kept = 0
         for node in reversed(list(self.tree.nodes(namespace))):
             free = ~(self._is_held(self.device, node.device) | self._is_held(self.host, node.host))

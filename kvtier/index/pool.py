@@ -29,7 +29,8 @@ class SlotPool:
         # The free list is a stack in an array: the slot freed last is the first to be used again.
         self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self.num_free = num_slots
-        self._holds = np.full(num_slots, _FREE, dtype=np.int32)
+        # NOTE: The entry behind the last slot is that of `NO_SLOT`: always free, so that it is refused like a free slot.
+        self._holds = np.full(num_slots + 1, _FREE, dtype=np.int32)
 
     @property
     def num_held(self) -> int:
@@ -80,4 +81,4 @@ class SlotPool:
         stack = self._stack[: self.num_free]
         assert np.unique(stack).size == self.num_free, "a slot is on the free list twice"
         assert (self._holds[stack] == _FREE).all(), "a slot on the free list is allocated"
-        assert int(np.count_nonzero(self._holds == _FREE)) == self.num_free, "a free slot is not on the free list"
+        assert self.allocated().size == self.num_slots - self.num_free, "a free slot is not on the free list"

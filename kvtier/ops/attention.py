@@ -129,9 +129,7 @@ def _logits(query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, logit
     return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
-def _causal_mask(
-    positions: range, sliding_window: int | None, device: torch.device
-) -> tuple[slice, torch.Tensor]:
+def _causal_mask(positions: range, sliding_window: int | None, device: torch.device) -> tuple[slice, torch.Tensor]:
     """The keys that any of the queries at consecutive `positions` sees, and which of them each one sees."""
     seen = slice(max(0, positions.start + 1 - sliding_window) if sliding_window else 0, positions.stop)
     query_positions = torch.arange(positions.start, positions.stop, device=device).unsqueeze(1)

@@ -1,1 +1,1 @@
-"""What a page is: its bytes (`layout`), its identity (`fingerprint`), its name (`chain`), its storage form (`envelope`)."""
+"""What a page is: its bytes (`layout`), identity (`fingerprint`), name (`chain`) and storage form (`envelope`)."""

@@ -45,7 +45,7 @@ def check_envelope(header: bytes | memoryview, image: memoryview, name: PageName
         raise CorruptPageError(f"page {_short(name)} has no readable header: {error!r}") from error
     if version != ENVELOPE_VERSION:
         raise CorruptPageError(f"page {_short(name)} has envelope version {version!r}, not {ENVELOPE_VERSION}")
-    if (fingerprint, key, rank) != name:
+    if PageName(fingerprint, key, rank) != name:
         raise CorruptPageError(f"under the key of page {_short(name)} lies another page")
     if image_bytes != len(image) or xxhash.xxh3_128_digest(image) != checksum:
         raise CorruptPageError(f"page {_short(name)} does not match its checksum")

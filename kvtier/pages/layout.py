@@ -29,7 +29,7 @@ class PageFormat(StrEnum):
 
 
 class Region(NamedTuple):
-    """A dense part of a layer of a page: `shape` is (heads, tokens, bytes), `offset_bytes` counts from the layer's start."""
+    """A dense part of a layer: `shape` is (heads, tokens, bytes), `offset_bytes` counts from the layer's start."""
 
     offset_bytes: int
     shape: tuple[int, int, int]

@@ -1,1 +1,1 @@
-"""Where page images lie: the device pool, the host pool, Redis; and the mover, the only thing that copies between them."""
+"""Where page images lie: device pool, host pool, Redis; and the mover, the only thing that copies between them."""

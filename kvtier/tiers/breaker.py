@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 
 from kvtier.errors import RedisUnavailableError
@@ -22,7 +21,7 @@ class BreakerState(StrEnum):
 
 
 class Attempt:
-    """One attempt that the breaker let through. Without a verdict it counts as neither success nor failure."""
+    """One attempt that the breaker let through; a context around it. Without a verdict it counts as nothing."""
 
     def __init__(self, breaker: Breaker, epoch: int) -> None:
         self._breaker = breaker
@@ -35,6 +34,12 @@ class Attempt:
     def failed(self, error: str) -> None:
         """The server did not answer; `error` says what was seen, without credentials."""
         self._breaker._record_failure(self._epoch, error)
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._breaker._end(self._epoch)
 
 
 class Breaker:
@@ -76,18 +81,12 @@ class Breaker:
         if cools_down or self._state is BreakerState.HALF_OPEN:
             raise RedisUnavailableError(f"{self._server} is not asked for the moment: {self.last_error}")
 
-    @contextmanager
-    def attempt(self) -> Iterator[Attempt]:
+    def attempt(self) -> Attempt:
         """Lets one attempt through, or raises `RedisUnavailableError`."""
         self.check()
         if self._state is BreakerState.OPEN:
             self._change(BreakerState.HALF_OPEN)
-        epoch = self._epoch
-        try:
-            yield Attempt(self, epoch)
-        finally:
-            if self._state is BreakerState.HALF_OPEN and self._epoch == epoch:
-                self._change(BreakerState.OPEN)  # no verdict: the next caller may try at once
+        return Attempt(self, self._epoch)
 
     def _record_success(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -108,6 +107,10 @@ class Breaker:
             _log.warning("%s failed %d times in a row and is left alone: %s", self._server, self._failures, error)
         self._opened_at = self._clock()
         self._change(BreakerState.OPEN)
+
+    def _end(self, epoch: int) -> None:
+        if self._state is BreakerState.HALF_OPEN and epoch == self._epoch:
+            self._change(BreakerState.OPEN)  # no verdict: the next caller may try at once
 
     def _change(self, state: BreakerState) -> None:
         self._state = state

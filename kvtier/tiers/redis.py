@@ -92,7 +92,7 @@ class RedisTier:
         expiry = () if self._ttl_s is None else ("EX", self._ttl_s)
 
         def write(client: RedisClient, call: Call) -> None:
-            with call.touching_image():
+            with call:
                 header = encode_header(name, image)
             client.execute_command("SET", key, StoredPage(header, image), *expiry)
 
@@ -112,7 +112,7 @@ class RedisTier:
                 return False
             if isinstance(value, WrongSize):
                 return _Rejected(value.num_bytes, "", f"it has {value.num_bytes} bytes")
-            with call.touching_image():
+            with call:
                 return _rejection(value, name) or True
 
         found = await self._caller.call(read, out)
@@ -154,7 +154,7 @@ class RedisTier:
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
-        """Breaks off what is under way (it raises `RedisUnavailableError`) and closes the connections, in bounded time."""
+        """Breaks off what is under way (with `RedisUnavailableError`) and closes the connections, in bounded time."""
         await self._caller.close()
 
     async def _delete_value(self, key: str, rejected: _Rejected) -> None:

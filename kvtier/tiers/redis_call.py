@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class DeadlinePassedError(Exception):
@@ -17,7 +19,7 @@ class DeadlinePassedError(Exception):
 
 
 class Call:
-    """One call, while a thread carries it out.
+    """One call, while a thread carries it out. Whatever may touch the image happens inside `with call:`.
 
     Args:
         timeout_s: seconds until the deadline.
@@ -28,9 +30,9 @@ class Call:
 
     def __init__(self, timeout_s: float, image: memoryview | None = None) -> None:
         self.image = image
-        self.was_begun = False
         self._deadline = time.monotonic() + timeout_s
         self._lock = threading.Lock()
+        self.was_begun = False  # by a thread
         self._given_up = False
         self._touching = False
 
@@ -41,33 +43,30 @@ class Call:
             raise DeadlinePassedError
         return remaining_s
 
-    @contextmanager
-    def on_this_thread(self) -> Iterator[None]:
-        """Makes this the call that connections serve when this thread uses them."""
-        self.remaining_s()
-        self.was_begun = True
-        _current.call = self
-        try:
-            yield
-        finally:
-            del _current.call
-
-    @contextmanager
-    def touching_image(self) -> Iterator[None]:
-        """Surrounds what may touch the image; raises `DeadlinePassedError` when the call is over before it begins."""
+    def __enter__(self) -> None:
+        """Raises `DeadlinePassedError` when the call is over already."""
         with self._lock:
             self.remaining_s()
             self._touching = True
-        try:
-            yield
-        finally:
-            self._touching = False
+
+    def __exit__(self, *exception: object) -> None:
+        self._touching = False
 
     def give_up(self) -> bool:
         """Ends the call early. False: a thread may be touching the image; it stops by the deadline."""
         with self._lock:
             self._given_up = True
             return self.image is None or not self._touching
+
+    def on_this_thread(self, function: Callable[[Call], T]) -> T:
+        """Runs `function`; the connections that it uses serve this call."""
+        self.remaining_s()
+        self.was_begun = True
+        _current.call = self
+        try:
+            return function(self)
+        finally:
+            del _current.call
 
 
 class _Current(threading.local):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from redis.cluster import RedisCluster
@@ -26,7 +28,7 @@ from kvtier.errors import KvtierError, RedisFullError, RedisUnavailableError
 from kvtier.tiers.breaker import Attempt, Breaker
 from kvtier.tiers.redis_call import Call, DeadlinePassedError
 from kvtier.tiers.redis_url import RedisClient, RedisTarget
-from kvtier.tiers.workers import Gate, Workers
+from kvtier.tiers.workers import Gate, Job, Workers
 
 T = TypeVar("T")
 
@@ -57,11 +59,13 @@ class RedisCaller:
         self._target = target
         self._timeout_s = timeout_s
         self._workers = Workers(num_connections + _CONTROL_THREADS, "kvtier-redis")
-        self._page_gate = Gate(num_connections, max_in_flight_bytes)
+        self._page_gate = Gate(2 * num_connections, max_in_flight_bytes)
         self._control_gate = Gate(_CONTROL_THREADS, 0)
         self._client: RedisClient | None = None
         self._client_lock = threading.Lock()
-        self._under_way: dict[Call, asyncio.Future[object]] = {}
+        self._under_way: set[Call] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._is_closed = False
 
     @staticmethod
@@ -79,10 +83,11 @@ class RedisCaller:
             RedisFullError: Redis has no memory left.
         """
         self.breaker.check()
-        gate = self._control_gate if image is None else self._page_gate
-        async with gate.passing(0 if image is None else len(image)):
+        gate, num_bytes = (self._control_gate, 0) if image is None else (self._page_gate, len(image))
+        await gate.enter(num_bytes)
+        try:
             if self._is_closed:
-                raise RedisUnavailableError(f"the connection to {self._target.address} was closed")
+                raise self._closed_error()
             with self.breaker.attempt() as attempt:
                 call = Call(self._timeout_s, image)
                 try:
@@ -92,6 +97,8 @@ class RedisCaller:
                 else:
                     attempt.succeeded()
                     return result
+        finally:
+            gate.leave(num_bytes)
         raise failure
 
     async def close(self) -> None:
@@ -102,63 +109,71 @@ class RedisCaller:
         client, self._client = self._client, None
         if client is not None:
             client.close()
-        if self._under_way:
-            await asyncio.wait(self._under_way.values(), timeout=self._timeout_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await self._idle.wait()
         self._workers.close()
 
     async def _carry_out(self, call: Call, work: Callable[[RedisClient, Call], T]) -> T:
-        future = self._workers.submit(functools.partial(self._on_thread, call, work))
-        self._under_way[call] = future
-        future.add_done_callback(lambda _: self._under_way.pop(call))
+        self._under_way.add(call)
+        self._idle.clear()
+        job = self._workers.submit(functools.partial(call.on_this_thread, functools.partial(self._with_client, work)))
         try:
-            await asyncio.wait({future}, timeout=self._timeout_s)
+            await job.wait(self._timeout_s)
         finally:
-            if not future.done() and not call.give_up():
-                await _finish(future)
-        if not future.done():
+            if not job.is_done and not call.give_up():
+                await _finish(job)
+            self._under_way.remove(call)
+            if not self._under_way:
+                self._idle.set()
+        if not job.is_done:
             raise DeadlinePassedError
-        return future.result()
+        return job.result()
 
-    def _on_thread(self, call: Call, work: Callable[[RedisClient, Call], T]) -> T:
-        with call.on_this_thread():
-            with self._client_lock:
-                call.remaining_s()  # the lock may have taken all of it: a cluster that is down is slow to say so
-                client = self._client = self._client or self._target.connect()
-            try:
-                return work(client, call)
-            except (RedisConnectionError, RedisClusterException, DeadlinePassedError):
-                if isinstance(client, RedisCluster):
-                    self._client = None  # the next call learns the slots anew, from any node that the URL names
-                raise
+    def _with_client(self, work: Callable[[RedisClient, Call], T], call: Call) -> T:
+        with self._client_lock:
+            call.remaining_s()  # the lock may have taken all of it: a cluster that is down is slow to say so
+            client = self._client = self._client or self._target.connect()
+        try:
+            return work(client, call)
+        except (RedisConnectionError, RedisClusterException, DeadlinePassedError):
+            if isinstance(client, RedisCluster):
+                self._client = None  # the next call learns the slots anew, from any node that the URL names
+            raise
 
     def _judge(self, error: Exception, call: Call, attempt: Attempt) -> KvtierError:
         """What callers are told of `error`, and the breaker of the attempt."""
         address = self._target.address
-        if isinstance(error, DeadlinePassedError):
-            if self._is_closed:
-                return RedisUnavailableError(f"the connection to {address} was closed")
-            if not call.was_begun:
-                return RedisUnavailableError(f"all threads for {address} were busy for {self._timeout_s:g} s")
-            text = f"{address} did not answer within {self._timeout_s:g} s"
-        else:
-            text = f"{address}: {type(error).__name__}: {error}"
-            for secret in self._target.secrets:
-                text = text.replace(secret, "***")
-            advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), None)
-            text = f"{text}; {advice}" if advice else text
+        if self._is_closed:
+            return self._closed_error()
+        if isinstance(error, DeadlinePassedError) and not call.was_begun:
+            return RedisUnavailableError(f"all threads for {address} were busy for {self._timeout_s:g} s")
+        text = self._explain(error)
         if isinstance(error, ResponseError):
             attempt.succeeded()
         else:
             attempt.failed(text)
         return RedisFullError(text) if isinstance(error, OutOfMemoryError) else RedisUnavailableError(text)
 
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, DeadlinePassedError):
+            return f"{self._target.address} did not answer within {self._timeout_s:g} s"
+        text = f"{self._target.address}: {type(error).__name__}: {error}"
+        for secret in self._target.secrets:  # a server may repeat the arguments of a command that it does not know
+            text = text.replace(secret, "***")
+        advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), None)
+        return f"{text}; {advice}" if advice else text
 
-async def _finish(future: asyncio.Future[T]) -> None:
-    """Waits for `future` through cancellations, and is cancelled after it."""
+    def _closed_error(self) -> RedisUnavailableError:
+        return RedisUnavailableError(f"the connection to {self._target.address} was closed")
+
+
+async def _finish(job: Job[T]) -> None:
+    """Waits for `job` through cancellations, and is cancelled after it."""
     is_cancelled = False
-    while not future.done():
+    while not job.is_done:
         try:
-            await asyncio.wait({future})
+            await job.wait(math.inf)
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:

@@ -213,12 +213,12 @@ class _PageConnection(AbstractConnection):
 
     def send_packed_command(self, command: Iterable[bytes | memoryview], check_health: bool = True) -> None:
         if not self.is_connected:
-            self.connect()  # outside of touching_image: this may take long
+            self.connect()  # outside of `with call`, since it may take long
         call, sock = current_call(), self._get_socket()
         if sock is None:
             raise RedisConnectionError("the connection is closed")
         try:
-            with call.touching_image():
+            with call:
                 for piece in command:
                     sock.settimeout(call.remaining_s())
                     sock.sendall(piece)
@@ -234,7 +234,7 @@ class _PageConnection(AbstractConnection):
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         try:
-            with current_call().touching_image():
+            with current_call():
                 return super().read_response(*args, **options)
         except ResponseError:
             raise  # a whole reply was read: the connection is in step

@@ -19,7 +19,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class SharedMemory:
-    """`num_bytes` of zeroed shared memory under a name, readable by this user alone. Removed from the system by `close`."""
+    """`num_bytes` of zeroed shared memory under a name, open to this user alone. `close` removes the name."""
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.path = _ROOT / name
@@ -32,8 +32,8 @@ class SharedMemory:
             self.path.unlink()
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise ConfigurationError(
-                    f"{num_bytes:,} bytes of shared memory do not fit: {_ROOT} has {free_bytes():,} free; make the pools "
-                    f"smaller, or {_ROOT} larger (docker: --shm-size)"
+                    f"{num_bytes:,} bytes of shared memory do not fit: {_ROOT} has {free_bytes():,} free; make the "
+                    f"pools smaller, or {_ROOT} larger (docker: --shm-size)"
                 ) from error
             raise
         finally:

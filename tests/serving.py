@@ -1,0 +1,128 @@
+"""What tests of the daemon share: a small identity, settings of a small daemon, and pages whose bytes follow from their tokens.
+
+    async with running(small_config(directory)) as operator, attached(directory) as session:
+        tokens = some_tokens(3, seed=1)
+        await store(session, "tenant", tokens)
+        lease = await session.acquire("tenant", tokens)
+        assert_true_pages(session, lease, "tenant", tokens)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.client import AsyncLease, AsyncSession
+from kvtier.config import Config
+from kvtier.daemon.operator import Operator
+from kvtier.pages.chain import chain_keys, extras_by_page, root_key
+from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.v1 import admin_pb2 as admin
+
+PAGE_SIZE = 16
+VOCAB_SIZE = 1000
+IDENTITY = CacheIdentity("test-model", "r1", VOCAB_SIZE, PageLayout(PageFormat.NVFP4, 1, 1, 16, PAGE_SIZE))
+PAGE_BYTES = IDENTITY.layout.page_bytes
+
+Tokens = npt.NDArray[np.uint32]
+
+
+def other_identity(**changes: Any) -> CacheIdentity:
+    """The identity of the tests with some fields changed; those of the layout too."""
+    of_layout = {name: changes.pop(name) for name in list(changes) if name in PageLayout.__dataclass_fields__}
+    return dataclasses.replace(IDENTITY, layout=dataclasses.replace(IDENTITY.layout, **of_layout), **changes)
+
+
+def pool_settings(device_pages: int = 64, host_pages: int = 64) -> dict[str, int]:
+    """Memory for so many pages of `IDENTITY`."""
+    return {"device_bytes": device_pages * PAGE_BYTES, "host_bytes": host_pages * PAGE_BYTES}
+
+
+def small_config(directory: Path, device_pages: int = 64, host_pages: int = 64, **settings: Any) -> Config:
+    """Settings of a daemon on `directory/kvtier.sock`, without Redis and metrics unless asked for."""
+    defaults: dict[str, Any] = {
+        "socket": directory / "kvtier.sock",
+        "redis": "none",
+        "metrics": "off",
+        "drain_s": 5.0,
+        "grace_s": 0.3,
+        **pool_settings(device_pages, host_pages),
+    }
+    return Config.load(**(defaults | settings))
+
+
+async def attach(directory: Path, identity: CacheIdentity = IDENTITY, timeout_s: float = 10.0) -> AsyncSession:
+    """A session with the daemon of `small_config(directory)`."""
+    return await AsyncSession.connect(f"unix:{directory}/kvtier.sock", identity, timeout_s=timeout_s)
+
+
+def some_tokens(num_pages: int, seed: int) -> Tokens:
+    """Random tokens that fill so many pages."""
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, num_pages * PAGE_SIZE, dtype=np.uint32)
+
+
+def true_images(
+    identity: CacheIdentity, namespace: str, tokens: Tokens, extra_keys: list[tuple[int, bytes]] | None = None
+) -> npt.NDArray[np.uint8]:
+    """The bytes that tests write into the pages of a prompt: they follow from everything that the page's name depends on."""
+    size = identity.layout.page_size
+    extras = extras_by_page(extra_keys or [], size)
+    keys = chain_keys(root_key(identity.fingerprint, namespace), tokens.astype("<u4").tobytes(), size, extras)
+    seeds = (int.from_bytes(key[:16], "little") for key in keys)
+    images = [np.random.default_rng(seed).bytes(identity.layout.page_bytes) for seed in seeds]
+    return np.frombuffer(b"".join(images), np.uint8).reshape(len(keys), identity.layout.page_bytes)
+
+
+async def store(
+    session: AsyncSession,
+    namespace: str,
+    tokens: Tokens,
+    extra_keys: list[tuple[int, bytes]] | None = None,
+    wait_s: float = 0.0,
+) -> AsyncLease:
+    """Acquires a prompt, writes and commits the pages that are missing, and releases; returns the lease, now released."""
+    size = session.identity.layout.page_size
+    num_pages = tokens.size // size
+    lease = await session.acquire(namespace, tokens, extra_keys=extra_keys or (), wait_s=wait_s)
+    matched = lease.matched_pages.size
+    assert_true_pages(session, lease, namespace, tokens, extra_keys)
+    if matched < num_pages:
+        pages = await lease.extend(num_pages - matched)
+        session.pool.memory[pages] = true_images(session.identity, namespace, tokens, extra_keys)[matched:num_pages]
+        await lease.commit(tokens[matched * size : num_pages * size], pages, extra_keys or ())
+    await lease.release()
+    return lease
+
+
+def assert_true_pages(
+    session: AsyncSession,
+    lease: AsyncLease,
+    namespace: str,
+    tokens: Tokens,
+    extra_keys: list[tuple[int, bytes]] | None = None,
+) -> None:
+    """The matched pages of a lease on `tokens` hold what `store` wrote for these tokens, and are as many as it says."""
+    count = lease.matched_pages.size
+    assert lease.matched_tokens.total == count * session.identity.layout.page_size
+    expected = true_images(session.identity, namespace, tokens, extra_keys)[:count]
+    np.testing.assert_array_equal(session.pool.memory[lease.matched_pages], expected)
+
+
+def state_of(operator: Operator) -> admin.GetStatisticsResponse:
+    """All figures of a daemon but its age, after an integrity check of every cache: to compare before and after."""
+    for cache in operator.registry:
+        cache.index.check_integrity()
+    statistics = operator.statistics()
+    statistics.ClearField("uptime_seconds")
+    return statistics
+
+
+def only_cache(operator: Operator) -> admin.CacheStatistics:
+    """The figures of the only cache of a daemon, checked for integrity."""
+    (cache,) = state_of(operator).caches
+    return cache
