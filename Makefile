@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
-MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_DIR := models/smollm2-135m-instruct
+MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .PHONY: help demo test check bench clean
 
@@ -22,7 +23,7 @@ $(MODEL): scripts/fetch-model | $(INSTALLED)
 	touch $@
 
 demo: $(INSTALLED) $(MODEL)
-	$(VENV)/bin/kvtier demo
+	$(VENV)/bin/kvtier demo --model $(MODEL_DIR)
 
 test: $(INSTALLED) $(MODEL)
 	$(VENV)/bin/pytest

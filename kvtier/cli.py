@@ -7,19 +7,21 @@ import inspect
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from google.protobuf.json_format import MessageToDict
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from kvtier import __version__
-from kvtier.config import Config, default_socket
+from kvtier.config import Config
 from kvtier.errors import KvtierError
 from kvtier.memory import keep_freed_memory
+from kvtier.pages.layout import PageFormat
 
 app = typer.Typer(
     help="kvtier keeps the KV cache of language models in 4-bit pages and finds it again: on the device, in host "
@@ -30,12 +32,22 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure kvtier on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-Address = Annotated[str, typer.Option(help="The daemon: unix:/path/to/kvtier.sock.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-
 
 def _default_address() -> str:
-    return f"unix:{default_socket()}"
+    return f"unix:{Config.load().socket}"
+
+
+_DEFAULT_ADDRESS = f"unix:{default_socket()}"
+
+Address = Annotated[
+    str,
+    typer.Option(
+        help="The daemon. Default: the socket that `kvtier serve` takes from the environment here.",
+        default_factory=_default_address,
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def main() -> None:
@@ -48,18 +60,23 @@ def main() -> None:
         sys.exit(1)
 
 
+def _default_of(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return ""
+    choices = f" One of {', '.join(get_args(field.annotation))}." if get_origin(field.annotation) is Literal else ""
+    return f"{choices} Default: {default.human_readable() if isinstance(default, ByteSize) else default}."
+
+
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command one option for each setting of `Config`, which it receives as keyword arguments."""
     hints: dict[str, Any] = {
         "settings_file": Annotated[Path | None, typer.Option("--config", help="TOML file of settings.")]
     }
     for name, field in Config.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        plain = next(
-            (kind for kind in (int, float, Path) if kind in (field.annotation, *get_args(field.annotation))), str
-        )
-        shown = default.human_readable() if hasattr(default, "human_readable") else str(default)
-        option = typer.Option(help=f"{field.description} Default: {shown}.", show_default=False)
+        kinds = (field.annotation, *get_args(field.annotation))
+        plain = next((kind for kind in (int, float, Path) if kind in kinds), str)
+        option = typer.Option(help=f"{field.description}{_default_of(field)}", show_default=False)
         hints[name] = Annotated[plain | None, option]
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in hints.items()]
@@ -85,7 +102,7 @@ def serve(settings_file: Path | None, **settings: Any) -> None:
 
 
 @app.command()
-def stats(address: Address = _default_address(), as_json: AsJson = False) -> None:
+def stats(address: Address, as_json: AsJson = False) -> None:
     """Show the daemon's caches, pools, hits and Redis."""
     from kvtier.client import Client
     from kvtier.client.report import statistics_table
@@ -99,7 +116,7 @@ def stats(address: Address = _default_address(), as_json: AsJson = False) -> Non
 
 
 @app.command()
-def health(address: Address = _default_address()) -> None:
+def health(address: Address) -> None:
     """Exit with 0 if the daemon serves; says whether Redis answers."""
     from kvtier.client import Client
 
@@ -112,7 +129,7 @@ def health(address: Address = _default_address()) -> None:
 
 
 @app.command()
-def flush(namespace: str, address: Address = _default_address()) -> None:
+def flush(namespace: str, address: Address) -> None:
     """Remove a namespace from every tier."""
     from kvtier.client import Client
 
@@ -125,15 +142,54 @@ def flush(namespace: str, address: Address = _default_address()) -> None:
 
 
 @app.command()
-def drain(
-    address: Address = _default_address(), timeout_s: Annotated[int, typer.Option(help="Seconds to write.")] = 30
-) -> None:
+def drain(address: Address, timeout_s: Annotated[int, typer.Option(help="Seconds to write.")] = 30) -> None:
     """Let the daemon refuse new leases and write to Redis what only it has."""
     from kvtier.client import Client
 
     with Client(address) as client:
         drained = client.drain(timeout_s)
     typer.echo(f"Redis has {drained.stored_pages} pages and lacks {drained.unstored_pages}")
+
+
+@app.command()
+def demo(
+    model: Annotated[Path, typer.Option(help="Local Hugging Face directory, or one with a GGUF file.")],
+    page_format: Annotated[PageFormat, typer.Option("--format", help="How pages are stored.")] = PageFormat.NVFP4,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a real model hold conversations whose KV cache travels between device, host memory and Redis."""
+    from kvtier.demo import run_demo
+
+    if not run_demo(model, page_format, as_json):
+        raise typer.Exit(1)
+
+
+@bench.command("lookup")
+def bench_lookup(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 200, as_json: AsJson = False
+) -> None:
+    """Measure lookups of a 128K-token prompt over gRPC, beside an echo of the same bytes."""
+    from kvtier.bench.lookup import run
+
+    _print_figures(run(rounds), as_json)
+
+
+@bench.command("redis")
+def bench_redis(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians.")] = 9, as_json: AsJson = False
+) -> None:
+    """Measure pages to and from Redis, beside a bare socket client."""
+    from kvtier.bench.redis_bench import run
+
+    _print_figures(run(rounds=rounds), as_json)
+
+
+def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        typer.echo(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
 
 @app.command()

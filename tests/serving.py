@@ -1,20 +1,25 @@
 """What tests of the daemon share: a small identity, settings of a small daemon, and pages whose bytes follow from their tokens.
 
-    async with running(small_config(directory)) as operator, attached(directory) as session:
-        tokens = some_tokens(3, seed=1)
-        await store(session, "tenant", tokens)
-        lease = await session.acquire("tenant", tokens)
-        assert_true_pages(session, lease, "tenant", tokens)
+async with running(small_config(directory)) as operator, await attach(directory) as session:
+    tokens = some_tokens(3, seed=1)
+    await store(session, "tenant", tokens)
+    lease = await session.acquire("tenant", tokens)
+    assert_true_pages(session, lease, "tenant", tokens)
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvtier.client import AsyncLease, AsyncSession
 from kvtier.config import Config
@@ -22,7 +27,10 @@ from kvtier.daemon.operator import Operator
 from kvtier.pages.chain import chain_keys, extras_by_page, root_key
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.protocol import identity_to_message
 from kvtier.v1 import admin_pb2 as admin
+from kvtier.v1 import cache_pb2 as pb
+from kvtier.v1 import cache_pb2_grpc
 
 PAGE_SIZE = 16
 VOCAB_SIZE = 1000
@@ -113,6 +121,13 @@ def assert_true_pages(
     np.testing.assert_array_equal(session.pool.memory[lease.matched_pages], expected)
 
 
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Returns once `condition` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def state_of(operator: Operator) -> admin.GetStatisticsResponse:
     """All figures of a daemon but its age, after an integrity check of every cache: to compare before and after."""
     for cache in operator.registry:
@@ -126,3 +141,58 @@ def only_cache(operator: Operator) -> admin.CacheStatistics:
     """The figures of the only cache of a daemon, checked for integrity."""
     (cache,) = state_of(operator).caches
     return cache
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """An empty directory with a short path: a socket's path may have 107 bytes, and that of tmp_path can be longer."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as path:
+        yield Path(path)
+
+
+class RawSession:
+    """A session without the client library, to send what that would not."""
+
+    def __init__(self, directory: Path) -> None:
+        self._channel = grpc.aio.insecure_channel(f"unix:{directory}/kvtier.sock")
+        self._call = cache_pb2_grpc.CacheServiceStub(self._channel).Session()
+
+    async def ask(self, **request: Any) -> pb.SessionResponse:
+        """The answer to one request, sent alone."""
+        await self._call.write(pb.SessionRequest(request_id=7, **request))
+        response = await self._call.read()
+        assert isinstance(response, pb.SessionResponse), "the stream ended"
+        assert response.request_id == 7
+        return response
+
+    async def ask_at_once(self, *requests: dict[str, Any]) -> list[pb.SessionResponse]:
+        """The answers to several requests that are under way together, in the order of the requests."""
+        for number, request in enumerate(requests):
+            await self._call.write(pb.SessionRequest(request_id=number, **request))
+        return sorted([await self._call.read() for _ in requests], key=lambda response: response.request_id)
+
+    async def attach(self, identity: CacheIdentity = IDENTITY) -> pb.AttachResponse:
+        """Attaches; the answer must be no error."""
+        response = await self.ask(attach=pb.AttachRequest(identity=identity_to_message(identity)))
+        assert response.HasField("attach"), response
+        return response.attach
+
+    async def acquire(self, namespace: str, tokens: bytes = b"", reserve_pages: int = 0) -> pb.AcquireResponse:
+        """Acquires; the answer must be no error."""
+        request = pb.AcquireRequest(namespace=namespace, tokens=tokens, reserve_pages=reserve_pages)
+        response = await self.ask(acquire=request)
+        assert response.HasField("acquire"), response
+        return response.acquire
+
+    async def __aenter__(self) -> RawSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._call.done():
+            await self._call.done_writing()
+            await self.ended()
+        await self._channel.close()
+
+    async def ended(self) -> None:
+        """Returns when the daemon has ended the stream, without an answer before."""
+        assert await self._call.read() is grpc.aio.EOF

@@ -80,6 +80,13 @@ class Prompt:
     prefill_tokens_per_second: float = 0.0
 
 
+class Wait(NamedTuple):
+    """How long an acquire waits for pages of lower tiers: `seconds`, or until `gone`, when nobody wants them now."""
+
+    seconds: float
+    gone: asyncio.Future[None]
+
+
 class PrefixCache:
     """Pages of one fingerprint on this host.
 
@@ -149,11 +156,11 @@ class PrefixCache:
     # --- leases ------------------------------------------------------------------------------------------------------
 
     async def acquire(
-        self, session_id: int, prompt: Prompt, parent: Lease | None, reserve_pages: int, wait_s: float
+        self, session_id: int, prompt: Prompt, parent: Lease | None, reserve_pages: int, wait: Wait
     ) -> Acquired:
         """A lease on the cached prefix of a prompt, with pages to write what follows.
 
-        Pages in lower tiers are brought up for at most `wait_s` seconds; what comes later stays for the next time.
+        Pages in lower tiers are brought up in the time of `wait`; what comes later stays for the next time.
         Raises `CacheFullError` when the pages to reserve cannot be had; then nothing is leased.
         """
         wanted = self._wanted(prompt, parent)
@@ -161,30 +168,31 @@ class PrefixCache:
         lease = self.index.leases.open(session_id, prompt.namespace, wanted.start, inherited)
         known, on_device = self.index.hold_device_prefix(lease, wanted.start, wanted.tokens, wanted.extras)
         promotion = Promotion(wanted, known.num_pages)
-        if wait_s > 0 and on_device < len(wanted.tokens) // self.index.tree.stride:
-            await self._promote_for(lease, promotion, wait_s)
+        if wait.seconds > 0 and on_device < len(wanted.tokens) // self.index.tree.stride:
+            await self._promote_for(lease, promotion, wait)
         num_host = known.num_pages - on_device
-        num_redis = promotion.num_known - known.num_pages
+        num_redis = max(0, promotion.num_known - known.num_pages)
         arrived = lease.end.depth - wanted.start.depth - on_device
         from_host = min(arrived, num_host)
         from_redis = min(arrived - from_host, num_redis)
-        self.index.touch(lease.end)
-        self.writer.used(lease.end)
         try:
             reserved = await self.extend(lease, reserve_pages)
         except BaseException:
             self.release(lease)
             raise
+        self.index.touch(lease.end)
+        self.writer.used(lease.end)
         matched = np.concatenate([slot_array([]), *lease.held[len(inherited) :]])
-        found = self._tokens(on_device, from_host, from_redis)
+        # What is neither from host memory nor from Redis was on the device, or was committed by others in the meantime.
+        found = self._tokens(matched.size - from_host - from_redis, from_host, from_redis)
         left = self._tokens(0, num_host - from_host, num_redis - from_redis)
         self._count(len(prompt.tokens) // TOKEN_BYTES, found, left)
         return Acquired(lease, matched, reserved, found, left)
 
-    async def _promote_for(self, lease: Lease, promotion: Promotion, wait_s: float) -> None:
+    async def _promote_for(self, lease: Lease, promotion: Promotion, wait: Wait) -> None:
         """Promotes a prefix and lets `lease` hold what arrives in time; the rest goes on in the background."""
         task, guard = self._start_promotion(promotion, lease.end, lease.held)
-        await asyncio.wait({task}, timeout=wait_s)
+        await asyncio.wait({task, wait.gone}, timeout=wait.seconds, return_when=asyncio.FIRST_COMPLETED)
         wanted = promotion.wanted
         self.index.hold_device_prefix(lease, wanted.start, wanted.tokens, wanted.extras)
         # NOTE: The guard goes after the lease holds the pages, so that nothing evicts them in between.
@@ -293,13 +301,21 @@ class PrefixCache:
         """Leases of workers."""
         return sum(lease.session_id > PIN_SESSION for lease in list(self.index.leases))
 
+    def num_held(self, tier: Tier) -> int:
+        """Pages of a pool that leases, pins, the grace time and transfers keep where they are."""
+        if tier is Tier.DEVICE:
+            return self.index.device.num_held + self.index.leases.num_owned
+        return self.index.host.num_held
+
     async def flush(self, namespace: str) -> Removed:
-        """Removes what nothing holds from device and host memory."""
+        """Removes what nothing holds from device and host memory; what stays counts as not in Redis."""
         check_namespace(namespace)
+        self.writer.forget(namespace)
         if promotions := {task for task, owner in self._promotions.items() if owner == namespace}:
             await asyncio.wait(promotions)
         # Whoever writes to Redis has its turn here: no page that goes now is written later.
         async with self.writer.turn, self._reclaimer.host_turn:
+            self.index.forget_stored(namespace)
             return self.index.remove_namespace(namespace)
 
     async def drain(self, timeout_s: float) -> Drained:
@@ -327,7 +343,9 @@ class PrefixCache:
             self._metrics.tokens_left.labels(tier).inc(num_left)
 
     async def close(self) -> None:
-        """Waits for promotions, then gives the memory back."""
+        """Breaks promotions off, waits for running copies, and gives the memory back."""
+        for task in self._promotions:
+            task.cancel()
         if self._promotions:
             await asyncio.wait(set(self._promotions))
         self._mover.close()

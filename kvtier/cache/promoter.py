@@ -21,7 +21,8 @@ from kvtier.tiers.base import Route
 from kvtier.tiers.mover import Mover
 
 _BATCH_BYTES = 32 << 20
-_MAX_BATCH_PAGES = 256
+_BATCHES_AT_ONCE = 2
+_HOST_SHARE = 4  # a batch has at most a quarter of the host pool
 
 
 class Wanted(NamedTuple):
@@ -58,7 +59,10 @@ class Promoter:
         self._mover = mover
         self._reclaimer = reclaimer
         self._page_size = identity.layout.page_size
-        self._batch = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // identity.layout.page_bytes))
+        # NOTE: Batches hold host slots while they wait for device slots, whose allocation needs host slots to spill to:
+        # together they must leave it enough.
+        self._batch = max(1, min(_BATCH_BYTES // identity.layout.page_bytes, index.host.num_slots // _HOST_SHARE))
+        self._turn = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._on_their_way: dict[bytes, asyncio.Event] = {}  # batches by the chain key of their first page
 
     async def count_in_redis(self, promotion: Promotion) -> None:
@@ -86,10 +90,11 @@ class Promoter:
                 continue
             arrived = self._on_their_way[key] = asyncio.Event()
             try:
-                if on_device < known.num_pages:
-                    moved = await self._raise(wanted, known, on_device)
-                else:
-                    moved = await self._fetch(wanted, known, promotion.num_known - on_device)
+                async with self._turn:
+                    if on_device < known.num_pages:
+                        moved = await self._raise(wanted, known, on_device)
+                    else:
+                        moved = await self._fetch(wanted, known, promotion.num_known - on_device)
             finally:
                 del self._on_their_way[key]
                 arrived.set()
@@ -99,7 +104,8 @@ class Promoter:
     async def _raise(self, wanted: Wanted, known: Match, on_device: int) -> int:
         """Host to device: a batch of the known pages behind the first `on_device`."""
         index = self._index
-        host_slots = known.host_slots()[on_device : on_device + self._batch]
+        num_pages = min(self._batch, self._reclaimer.num_device_available)
+        host_slots = known.host_slots()[on_device : on_device + num_pages]
         if not self._is_worth_it(wanted, Route.HOST_TO_DEVICE, host_slots.size):
             return 0
         node, first_page = known.end.node, wanted.start.depth + on_device

@@ -1,7 +1,7 @@
 """Makes room: gives slots of a pool, evicting pages when none are free.
 
-Evicting from the device copies a page to host memory first, unless it has a copy there; evicting from host memory
-writes it to Redis first, unless Redis has it. Only what cannot be written is dropped, and counted.
+A page leaves the device only with a copy in host memory. It leaves host memory only after it was offered to Redis: what
+Redis does not take is dropped, and counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from kvtier.errors import CacheFullError
 from kvtier.index import NO_SLOT, PageIndex, PageRun
 from kvtier.index.pool import SlotArray
-from kvtier.index.radix import Cursor
+from kvtier.index.radix import BoolArray, Cursor
 from kvtier.metrics import Metrics
 from kvtier.pages.envelope import PageName
 from kvtier.pages.fingerprint import CacheIdentity
@@ -46,18 +46,20 @@ class Reclaimer:
         """`count` device slots; raises `CacheFullError` when leases hold too many of the others."""
         pool = self._index.device
         async with self._device_turn:
-            if count > pool.num_slots:
-                raise CacheFullError(
-                    f"{count} pages asked, but the device pool has {pool.num_slots}; ask for fewer, or give the daemon "
-                    "more --device-bytes"
-                )
             while pool.num_free < count:
-                if not await self._evict_from_device(count - pool.num_free):
+                available = self.num_device_available
+                if count > available or not await self._evict_from_device(count - pool.num_free):
                     raise CacheFullError(
-                        f"{count} pages asked, but of {pool.num_slots} on the device {pool.num_free} are free and the "
-                        "others held by leases, pins and transfers; release leases, or give the daemon more --device-bytes"
+                        f"{count} pages asked, but leases, pins and transfers hold {pool.num_slots - available} of the "
+                        f"{pool.num_slots} on the device; release leases, ask for fewer pages, or give the daemon more "
+                        "--device-bytes"
                     )
             return pool.allocate(count)
+
+    @property
+    def num_device_available(self) -> int:
+        """Device slots that nothing holds: free, or of pages that can be evicted."""
+        return self._index.device.num_slots - self._index.device.num_held - self._index.leases.num_owned
 
     async def allocate_host(self, count: int) -> SlotArray:
         """Up to `count` host slots; fewer when the others are held."""
@@ -69,36 +71,34 @@ class Reclaimer:
             return pool.allocate(min(count, pool.num_free))
 
     async def _evict_from_device(self, count: int) -> int:
-        runs = self._index.take_device_victims(count)
+        # A batch keeps its copies in host memory while the next pages need room there: half of a small host pool.
+        runs = self._index.take_device_victims(min(count, max(1, self._index.host.num_slots // 2)))
         # NOTE: Host copies are held until their pages have left the device: as copies of pages that are on the device,
         # and the least recently used ones at that, they would be the first to make room for the next copy.
         copies = [run.host[run.host != NO_SLOT] for run in runs]
         for slots in copies:
             self._index.host.hold(slots)
         for run in runs:
-            copies += [await self.copy_to_host(stretch) for stretch in _without_host_copy(run)]
+            copies += [await self.copy_to_host(stretch) for stretch in stretches(run, run.host == NO_SLOT)]
         freed = 0
         for run in runs:
             self._index.device.release(run.device)
-            without_copy = self._index.run(run.cursor, run.first_page).host == NO_SLOT
-            went = self._index.drop_device(run)
-            dropped = int(np.count_nonzero(without_copy[without_copy.size - went :]))
-            self._metrics.evictions.labels(Tier.DEVICE, "dropped").inc(dropped)
-            self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(went - dropped)
-            freed += went
+            freed += self._index.drop_device(run)
         for slots in copies:
             self._index.host.release(slots)
+        self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(freed)
         return freed
 
     async def copy_to_host(self, run: PageRun) -> SlotArray:
-        """Copies the first pages of a run, as many as find room, to host memory; returns their host slots, held.
+        """Copies the last pages of a run, as many as find room, to host memory; returns their host slots, held.
 
         The caller holds the run's device slots.
         """
         slots = await self.allocate_host(run.num_pages)
-        await self._mover.spill(run.device[: slots.size], slots)
-        self._index.host.free(self._index.set_host(run, slots))
-        copies = self._index.run(run.cursor, run.first_page).host[: slots.size]
+        copied = part_of(run, run.num_pages - slots.size, run.num_pages)
+        await self._mover.spill(copied.device, slots)
+        self._index.host.free(self._index.set_host(copied, slots))
+        copies = self._index.run(copied.cursor, copied.first_page).host
         self._index.host.hold(copies)
         return copies
 
@@ -135,11 +135,10 @@ class Reclaimer:
         return int(np.count_nonzero(~stored))
 
 
-def _without_host_copy(run: PageRun) -> list[PageRun]:
-    """The stretches of consecutive pages of a run that are on the device alone."""
-    alone = np.flatnonzero(run.host == NO_SLOT)
-    stretches = np.split(alone, np.flatnonzero(np.diff(alone) > 1) + 1) if alone.size else []
-    return [part_of(run, int(stretch[0]), int(stretch[-1]) + 1) for stretch in stretches]
+def stretches(run: PageRun, marked: BoolArray) -> list[PageRun]:
+    """The stretches of consecutive pages of a run that are marked."""
+    edges = np.flatnonzero(np.diff(marked, prepend=False, append=False))
+    return [part_of(run, int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 def part_of(run: PageRun, start: int, stop: int) -> PageRun:

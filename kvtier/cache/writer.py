@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtier.cache.reclaimer import Reclaimer, part_of
+from kvtier.cache.reclaimer import Reclaimer, part_of, stretches
 from kvtier.index import NO_SLOT, Cursor, PageIndex, PageRun
 from kvtier.metrics import Metrics
 
@@ -49,34 +49,49 @@ class Writer:
         self._metrics = metrics
         self._has_redis = has_redis
         self._queue: deque[PageRun] = deque()
-        self._num_queued = 0
+        self._waiting: set[bytes] = set()  # chain keys of the pages in the queue and of the batch being written
         self._work = asyncio.Event()
         self.turn = asyncio.Lock()  # held while a batch is being written
 
     def committed(self, end: Cursor, first_page: int) -> None:
         """Tells that the pages from `first_page` to `end` are new."""
         if self._policy is WritePolicy.WRITE_THROUGH:
-            self._enqueue(end, first_page)
+            self._enqueue(self._index.run(end, first_page))
 
     def used(self, end: Cursor) -> None:
         """Tells that the pages up to `end` were found by a prompt."""
-        if self._policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+        if self._policy is WritePolicy.WRITE_BACK:
             return
+        # The commit was the first hit. What write_through had to skip is written with the next one.
+        after_hits = self._after_hits if self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
         for node, start, stop in self._index.tree.path(end):
             unwritten = ~node.stored[start:stop] if self._has_redis else node.host[start:stop] == NO_SLOT
-            # The commit was the first hit.
-            if node.hits > self._after_hits and unwritten.any():
-                self._enqueue(Cursor(node, node.first_page + stop), node.first_page + start)
+            if node.hits > after_hits and unwritten.any():
+                self._enqueue(self._index.run(Cursor(node, node.first_page + stop), node.first_page + start))
 
-    def _enqueue(self, end: Cursor, first_page: int) -> None:
-        run = self._index.run(end, first_page)
-        if self._num_queued + run.num_pages > max(1, self._index.device.num_slots // _MAX_QUEUED_SHARE):
-            self._metrics.writes_skipped.inc(run.num_pages)
-            return
-        self._index.device.hold(run.device)
-        self._queue.append(run)
-        self._num_queued += run.num_pages
-        self._work.set()
+    def _enqueue(self, run: PageRun) -> None:
+        written = run.stored if self._has_redis else run.host != NO_SLOT
+        waiting = np.array([key in self._waiting for key in run.keys], dtype=np.bool_)
+        for stretch in stretches(run, ~(written | waiting)):
+            room = max(1, self._index.device.num_slots // _MAX_QUEUED_SHARE) - len(self._waiting)
+            taken = part_of(stretch, 0, min(stretch.num_pages, room))
+            self._metrics.writes_skipped.inc(stretch.num_pages - taken.num_pages)
+            if taken.num_pages:
+                self._index.device.hold(taken.device)
+                self._waiting.update(taken.keys)
+                self._queue.append(taken)
+                self._work.set()
+
+    def _dequeue(self, run: PageRun) -> None:
+        self._index.device.release(run.device)
+        self._waiting.difference_update(run.keys)
+
+    def forget(self, namespace: str) -> None:
+        """Leaves the pages of a namespace that wait in the queue unwritten."""
+        dropped = [run for run in self._queue if run.namespace == namespace]
+        self._queue = deque(run for run in self._queue if run.namespace != namespace)
+        for run in dropped:
+            self._dequeue(run)
 
     async def run(self) -> None:
         """Writes what is queued, for ever."""
@@ -89,22 +104,20 @@ class Writer:
 
     async def _write_next(self) -> None:
         run = self._queue.popleft()
-        batch, rest = part_of(run, 0, min(_BATCH_PAGES, run.num_pages)), None
+        batch = part_of(run, 0, min(_BATCH_PAGES, run.num_pages))
         if run.num_pages > batch.num_pages:
-            rest = part_of(run, batch.num_pages, run.num_pages)
-            self._queue.appendleft(rest)
-        self._num_queued -= batch.num_pages
+            self._queue.appendleft(part_of(run, batch.num_pages, run.num_pages))
         try:
             await self._write(batch)
         finally:
-            self._index.device.release(batch.device)
+            self._dequeue(batch)
 
     async def _write(self, run: PageRun) -> int:
         """Writes a run, whose device slots are held, to host memory and Redis; returns the pages Redis lacks."""
         copies = await self._reclaimer.copy_to_host(run)
         try:
-            copied = Cursor(run.cursor.node, run.first_page + copies.size)
-            lacking = await self._reclaimer.store(self._index.run(copied, run.first_page)) if self._has_redis else 0
+            copied = self._index.run(run.cursor, run.cursor.depth - copies.size)
+            lacking = await self._reclaimer.store(copied) if self._has_redis else 0
         finally:
             self._index.host.release(copies)
         return lacking + run.num_pages - copies.size

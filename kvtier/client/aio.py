@@ -98,7 +98,6 @@ class AsyncSession:
         while True:
             if self._stream is not None:
                 self._last_error = await asyncio.shield(self._stream.lost)
-                self._attached.clear()
                 retry_s = _FIRST_RETRY_S
             try:
                 await self._attach()
@@ -112,10 +111,11 @@ class AsyncSession:
         """The present stream; waits for one. Raises `DaemonUnavailableError` when none comes in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._attached.wait()
+                while self._stream is None or self._stream.is_lost:
+                    self._attached.clear()
+                    await self._attached.wait()
         except TimeoutError:
             raise DaemonUnavailableError(f"not attached for {self._timeout_s:g} s: {self._last_error}") from None
-        assert self._stream is not None
         return self._stream
 
     async def acquire(
@@ -232,6 +232,6 @@ class AsyncLease:
 
     async def release(self) -> None:
         """Gives all pages back. A lost lease has nothing to give back: that is no error."""
-        if self._stream.is_lost:
-            return
-        await self._stream.call("release", self._timeout_s, lease_ids=[self.lease_id])
+        if not self._stream.is_lost:
+            with contextlib.suppress(SessionLostError):
+                await self._stream.call("release", self._timeout_s, lease_ids=[self.lease_id])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import grpc
 
-from kvtier.errors import DaemonUnavailableError, DeadlineError, InvalidRequestError, KvtierError
+from kvtier.errors import DaemonError, DaemonUnavailableError, DeadlineError, InvalidRequestError, KvtierError
 from kvtier.protocol import ERROR_METADATA_KEY
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -54,6 +54,8 @@ def to_kvtier_error(error: grpc.RpcError, address: str) -> KvtierError:
         return DeadlineError(f"the daemon at {address} did not answer in time; it is overloaded or hangs")
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT):
         return InvalidRequestError(f"the daemon at {address} refused the message: {details}")
+    if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return DaemonError(f"the daemon at {address} answered {code.name}: {details}")
     return DaemonUnavailableError(
         f"no daemon answers at {address} ({code.name}: {details}); start one with `kvtier serve`"
     )

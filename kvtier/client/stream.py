@@ -6,14 +6,21 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc
 
 from kvtier.client.channel import to_kvtier_error
 from kvtier.client.pool import PoolMapping
-from kvtier.errors import ConfigurationError, DaemonUnavailableError, DeadlineError, KvtierError, SessionLostError
+from kvtier.errors import (
+    ConfigurationError,
+    DaemonUnavailableError,
+    DeadlineError,
+    InvalidRequestError,
+    KvtierError,
+    SessionLostError,
+)
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.protocol import identity_to_message
 from kvtier.v1 import cache_pb2 as pb
@@ -28,10 +35,10 @@ class Stream:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._address = address
         self._call = cache_pb2_grpc.CacheServiceStub(channel).Session()
-        self._write_turn = asyncio.Lock()
+        self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._waiting: dict[int, asyncio.Future[pb.SessionResponse]] = {}
         self._ids = itertools.count(1)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.lost: asyncio.Future[KvtierError] = asyncio.get_running_loop().create_future()
         self.lease_ttl_s = 0.0
         self._valid_until = 0.0
@@ -47,7 +54,8 @@ class Stream:
 
     async def open(self, identity: CacheIdentity, timeout_s: float) -> PoolMapping:
         """Attaches and maps the pool."""
-        self._tasks.append(asyncio.create_task(self._read()))
+        self._start(self._read())
+        self._start(self._write())
         attached: pb.AttachResponse = await self.call("attach", timeout_s, identity=identity_to_message(identity))
         if attached.fingerprint != identity.fingerprint:
             raise ConfigurationError(
@@ -55,24 +63,39 @@ class Stream:
             )
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
         self._valid_until = time.monotonic() + self.lease_ttl_s
-        self._tasks.append(asyncio.create_task(self._beat()))
+        self._start(self._beat())
         return PoolMapping(attached.pool, attached.epoch)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def call(self, kind: str, timeout_s: float, **fields: Any) -> Any:
         """Sends one request of these fields and waits for its answer.
 
-        Raises what the daemon answered, `DeadlineError` after `timeout_s`, or `SessionLostError` when the stream ends.
+        Raises what the daemon answered, `DeadlineError` after `timeout_s`, `SessionLostError` when the stream ends, and
+        `InvalidRequestError` for values that no message carries.
         """
+        if self.is_lost:
+            raise self.lost.result()
         # Given as a dictionary, the fields go straight into the message; as a message of its own, half a megabyte of
         # tokens would be copied once more, which takes longer than the lookup.
-        request = pb.SessionRequest(request_id=next(self._ids), **{kind: fields})
+        try:
+            request = pb.SessionRequest(request_id=next(self._ids), **{kind: fields})
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"{kind} cannot be sent: {error}") from error
         answer = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         sent_at = time.monotonic()
+        self._outgoing.put_nowait(request)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._send(request)
                 response = await answer
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._disown(answer.result())
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise DeadlineError(f"the daemon at {self._address} did not answer {kind} within {timeout_s:g} s") from None
         finally:
             del self._waiting[request.request_id]
@@ -82,14 +105,13 @@ class Stream:
             raise KvtierError.from_remote(response.error.kind, response.error.message)
         return getattr(response, kind)
 
-    async def _send(self, request: pb.SessionRequest) -> None:
-        try:
-            async with self._write_turn:
-                if self.is_lost:
-                    raise self.lost.result()
-                await self._call.write(request)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise self._lose(error) from error
+    async def _write(self) -> None:
+        # NOTE: A task of its own: gRPC ends the whole stream when a write is cancelled, as callers may be.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended: the reader says why
+            while True:
+                request = await self._outgoing.get()
+                if request.request_id in self._waiting:
+                    await self._call.write(request)
 
     async def _read(self) -> None:
         error: BaseException = DaemonUnavailableError("the daemon ended the session")
@@ -97,6 +119,8 @@ class Stream:
             async for response in self._responses():
                 if (answer := self._waiting.get(response.request_id)) is not None and not answer.done():
                     answer.set_result(response)
+                else:
+                    self._disown(response)
         except grpc.RpcError as rpc_error:
             error = rpc_error
         self._lose(error)
@@ -104,8 +128,17 @@ class Stream:
     def _responses(self) -> AsyncIterator[pb.SessionResponse]:
         return self._call.__aiter__()  # type: ignore[no-any-return]
 
-    def _lose(self, error: BaseException) -> KvtierError:
-        """Fails whoever waits; returns the error that says why the stream ended."""
+    def _disown(self, response: pb.SessionResponse) -> None:
+        """Gives back what came for a caller that does not wait any more."""
+        if response.HasField("acquire"):
+            self._start(self._give_back(response.acquire.lease_id))
+
+    async def _give_back(self, lease_id: int) -> None:
+        with contextlib.suppress(KvtierError):
+            await self.call("release", self.lease_ttl_s, lease_ids=[lease_id])
+
+    def _lose(self, error: BaseException) -> None:
+        """Fails whoever waits."""
         if not self.lost.done():
             reason = to_kvtier_error(error, self._address) if isinstance(error, grpc.RpcError) else error
             self.lost.set_result(
@@ -114,7 +147,6 @@ class Stream:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self.lost.result())
-        return self.lost.result()
 
     async def _beat(self) -> None:
         while not self.is_lost:
@@ -127,6 +159,7 @@ class Stream:
         """Ends the stream; leases that are open end with it."""
         self._lose(DaemonUnavailableError("the client closed it"))
         self._call.cancel()
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

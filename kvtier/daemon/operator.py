@@ -45,10 +45,17 @@ class Operator:
     async def flush(self, namespace: str) -> Flushed:
         """Removes a namespace from every tier; raises `RedisUnavailableError` when Redis cannot be flushed."""
         check_namespace(namespace)
+        removed = await self._flush_memory(namespace)
+        if self._redis is None:
+            return removed
+        in_redis = await self._redis.flush_namespace(namespace)
+        # Once more, for what came up from Redis in the meantime.
+        again = await self._flush_memory(namespace)
+        return Flushed(removed.device + again.device, removed.host + again.host, in_redis, again.kept)
+
+    async def _flush_memory(self, namespace: str) -> Flushed:
         removed = [await cache.flush(namespace) for cache in self.registry]
-        in_redis = await self._redis.flush_namespace(namespace) if self._redis else 0
-        device, host, kept = (sum(column) for column in zip(*removed, strict=True)) if removed else (0, 0, 0)
-        return Flushed(device, host, in_redis, kept)
+        return Flushed(sum(r.device for r in removed), sum(r.host for r in removed), 0, sum(r.kept for r in removed))
 
     def pin(self, cache: PrefixCache, prompt: Prompt, ttl_s: int) -> tuple[int, int]:
         """Pins what a prompt has on the device; returns the pin's id and the tokens pinned."""
@@ -108,7 +115,7 @@ class Operator:
             yield Gauge("tree_nodes", "Nodes of the radix tree.", label, index.tree.num_nodes)
             yield Gauge("page_bytes", "Bytes of a page.", label, cache.identity.layout.page_bytes)
             for tier, pool in ((Tier.DEVICE, index.device), (Tier.HOST, index.host)):
-                held = pool.num_held
+                held = cache.num_held(tier)
                 used = pool.num_slots - pool.num_free
                 for state, pages in (("free", pool.num_free), ("held", held), ("evictable", used - held)):
                     labels = {**label, "tier": tier.value, "state": state}
@@ -119,8 +126,8 @@ class Operator:
                 yield Gauge("redis_breaker", "1 for the breaker's state.", {"state": state.value}, is_state)
 
 
-def _pool_statistics(pool: SlotPool) -> admin.PoolStatistics:
-    return admin.PoolStatistics(pages=pool.num_slots, free_pages=pool.num_free, held_pages=pool.num_held)
+def _pool_statistics(pool: SlotPool, num_held: int) -> admin.PoolStatistics:
+    return admin.PoolStatistics(pages=pool.num_slots, free_pages=pool.num_free, held_pages=num_held)
 
 
 def _cache_statistics(cache: PrefixCache) -> admin.CacheStatistics:
@@ -129,8 +136,8 @@ def _cache_statistics(cache: PrefixCache) -> admin.CacheStatistics:
         fingerprint=cache.identity.fingerprint,
         identity=identity_to_message(cache.identity),
         page_bytes=cache.identity.layout.page_bytes,
-        device=_pool_statistics(cache.index.device),
-        host=_pool_statistics(cache.index.host),
+        device=_pool_statistics(cache.index.device, cache.num_held(Tier.DEVICE)),
+        host=_pool_statistics(cache.index.host, cache.num_held(Tier.HOST)),
         tree_pages=cache.index.tree.num_pages,
         tree_nodes=cache.index.tree.num_nodes,
         leases=cache.num_leases,

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvtier.cache import PrefixCache, WritePolicy
 from kvtier.config import Config
@@ -21,6 +22,11 @@ from kvtier.tiers.redis import RedisTier
 _log = logging.getLogger(__name__)
 
 _MIN_PAGES = 16
+
+
+class _PagesInPools(NamedTuple):
+    device: int
+    host: int
 
 
 class CacheRegistry:
@@ -66,9 +72,10 @@ class CacheRegistry:
             fingerprint = identity.fingerprint
             cache = self._caches.pop(fingerprint, None)
             if cache is None:
+                pages = self._pages_in_pools(identity)
                 if len(self._caches) >= self._config.max_caches:
                     await self._close_idle()
-                cache = await self._open(identity)
+                cache = await self._open(identity, pages)
             self._caches[fingerprint] = cache
             self._sessions.setdefault(fingerprint, set()).add(session_id)
             return cache
@@ -77,9 +84,9 @@ class CacheRegistry:
         """Tells that a session has ended."""
         self._sessions[cache.identity.fingerprint].discard(session_id)
 
-    async def _open(self, identity: CacheIdentity) -> PrefixCache:
+    async def _open(self, identity: CacheIdentity, pages: _PagesInPools) -> PrefixCache:
         # Taking gigabytes of memory takes seconds: not on the event loop.
-        device, host = await asyncio.to_thread(self._allocate, identity)
+        device, host = await asyncio.to_thread(self._allocate, identity.layout.page_bytes, pages)
         mover = Mover(device, host, self._redis, self._metrics)
         policy, after_hits = WritePolicy(self._config.write_policy), self._config.write_after_hits
         cache = PrefixCache(identity, device, host, mover, policy, after_hits, self._metrics)
@@ -95,34 +102,38 @@ class CacheRegistry:
         )
         return cache
 
-    def _allocate(self, identity: CacheIdentity) -> tuple[SharedMemoryDevicePool, HostPool]:
-        page_bytes = identity.layout.page_bytes
-        device_pages = self._num_pages("device_bytes", self._config.device_bytes, identity)
-        host_pages = self._num_pages("host_bytes", self._config.host_bytes, identity)
+    def _allocate(self, page_bytes: int, pages: _PagesInPools) -> tuple[SharedMemoryDevicePool, HostPool]:
         prefix = f"{self._pool_prefix}{next(self._opened)}"
-        device = SharedMemoryDevicePool(f"{prefix}-device", device_pages, page_bytes)
+        device = SharedMemoryDevicePool(f"{prefix}-device", pages.device, page_bytes)
         try:
-            return device, HostPool(f"{prefix}-host", host_pages, page_bytes)
+            return device, HostPool(f"{prefix}-host", pages.host, page_bytes)
         except BaseException:
             device.close()
             raise
+
+    def _pages_in_pools(self, identity: CacheIdentity) -> _PagesInPools:
+        return _PagesInPools(
+            self._num_pages("device_bytes", self._config.device_bytes, identity),
+            self._num_pages("host_bytes", self._config.host_bytes, identity),
+        )
 
     def _num_pages(self, setting: str, total_bytes: int, identity: CacheIdentity) -> int:
         parts, page_bytes = self._config.max_caches, identity.layout.page_bytes
         num_pages = total_bytes // parts // page_bytes
         if num_pages < _MIN_PAGES:
             raise ConfigurationError(
-                f"{setting} is {total_bytes:,} for {parts} caches; a page of {identity.model} has {page_bytes:,} bytes, "
+                f"{setting} is {total_bytes:,} for {parts} caches; a page of {identity.model} has {page_bytes:,} bytes "
                 f"and a pool needs at least {_MIN_PAGES}: set {setting} to {_MIN_PAGES * page_bytes * parts:,} or more"
             )
         return num_pages
 
     async def _close_idle(self) -> None:
-        idle = next((key for key in self._caches if not self._sessions[key]), None)
+        used = {key for key, cache in self._caches.items() if self._sessions[key] or cache.num_pins}
+        idle = next((key for key in self._caches if key not in used), None)
         if idle is None:
             raise CacheFullError(
-                f"all {self._config.max_caches} parts of the pools are in use by other models; detach their workers, "
-                "or start the daemon with a larger --max-caches"
+                f"all {self._config.max_caches} parts of the pools are in use by other models; detach their workers "
+                "and remove their pins, or start the daemon with a larger --max-caches"
             )
         cache = self._caches.pop(idle)
         await cache.drain(self._config.drain_s)

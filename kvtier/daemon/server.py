@@ -103,7 +103,7 @@ def _serve_metrics(config: Config, metrics: Metrics, stack: contextlib.AsyncExit
     if config.metrics == "off":
         return
     host, _, port = config.metrics.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) > 65535:
         raise ConfigurationError(f"metrics is {config.metrics!r}; give HOST:PORT, or 'off'")
     try:
         http, thread = start_http_server(int(port), host or "127.0.0.1", metrics.registry)
@@ -144,8 +144,10 @@ def _make_server(
 
 def _bind(server: grpc.aio.Server, config: Config) -> None:
     with _private_files():
-        if not server.add_insecure_port(f"unix:{config.socket.absolute()}"):
-            raise ConfigurationError(f"cannot bind {config.socket}; choose another --socket (at most 100 characters)")
+        try:
+            server.add_insecure_port(f"unix:{config.socket.absolute()}")
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot bind {config.socket}; choose another --socket") from error
     if config.listen:
         assert config.tls_key and config.tls_certificate and config.tls_client_ca
         credentials = grpc.ssl_server_credentials(
@@ -156,7 +158,9 @@ def _bind(server: grpc.aio.Server, config: Config) -> None:
         try:
             server.add_secure_port(config.listen, credentials)
         except RuntimeError as error:
-            raise ConfigurationError(f"cannot listen on {config.listen}; choose a free HOST:PORT") from error
+            raise ConfigurationError(
+                f"cannot listen on {config.listen}; choose a free HOST:PORT, and PEM files that belong together"
+            ) from error
 
 
 @contextlib.contextmanager

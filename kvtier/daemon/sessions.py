@@ -10,11 +10,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from kvtier.cache import PrefixCache
+from kvtier.cache import PrefixCache, Wait
 from kvtier.config import Config
 from kvtier.daemon.registry import CacheRegistry
 from kvtier.daemon.requests import measured, prompt_from, tokens_message, wait_seconds
 from kvtier.errors import DrainingError, InvalidRequestError, KvtierError, NotAttachedError
+from kvtier.index import Lease
 from kvtier.metrics import Metrics
 from kvtier.pages.chain import extras_by_page
 from kvtier.protocol import identity_from_message, pages_from_bytes, pages_to_bytes
@@ -174,9 +175,8 @@ class Session:
             cache.identity.layout.page_size,
             request.prefill_tokens_per_second,
         )
-        acquired = await cache.acquire(
-            self.session_id, prompt, parent, request.reserve_pages, wait_seconds(request.wait_ms)
-        )
+        wait = Wait(wait_seconds(request.wait_ms), self._ended)
+        acquired = await cache.acquire(self.session_id, prompt, parent, request.reserve_pages, wait)
         return pb.AcquireResponse(
             lease_id=acquired.lease.lease_id,
             matched_pages=pages_to_bytes(acquired.matched),

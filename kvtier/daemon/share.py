@@ -13,14 +13,21 @@ from kvtier.tiers.shared_memory import remove_stale
 
 _log = logging.getLogger(__name__)
 
+_MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, less the byte that ends it
+
 
 class SocketLock:
     """The right to serve on a socket path. Taken before binding, kept until the process ends, however it ends."""
 
     def __init__(self, socket: Path) -> None:
-        socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = socket.with_name(socket.name + ".lock")
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        if len(os.fsencode(socket.absolute())) > _MAX_SOCKET_PATH_BYTES:
+            raise ConfigurationError(f"{socket} has over {_MAX_SOCKET_PATH_BYTES} bytes; choose a shorter --socket")
+        self._socket = socket
+        try:
+            socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._descriptor = os.open(socket.with_name(socket.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigurationError(f"cannot use {socket} ({error.strerror}); choose another --socket") from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -35,7 +42,8 @@ class SocketLock:
         socket.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the lock up."""
+        """Removes the socket and gives the lock up."""
+        self._socket.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 

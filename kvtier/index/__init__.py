@@ -4,10 +4,12 @@
 """
 
 from kvtier.index.leases import Lease, LeaseTable
-from kvtier.index.page_index import PageIndex, PageRun, Removed
+from kvtier.index.node import Node
+from kvtier.index.page_index import PageIndex
 from kvtier.index.policy import EvictionPolicy, LruPolicy
 from kvtier.index.pool import NO_SLOT, SlotPool
-from kvtier.index.radix import Cursor, Match, Node, RadixTree
+from kvtier.index.radix import Cursor, Match, RadixTree
+from kvtier.index.runs import PageRun, Removed
 
 __all__ = [
     "NO_SLOT",

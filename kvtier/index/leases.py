@@ -125,7 +125,19 @@ class LeaseTable:
             self._slots.release(slots)
         return slot_array([*lease.reserved, *lease.duplicates])
 
-    def owned_slots(self) -> SlotArray:
+    @property
+    def num_owned(self) -> int:
         """Slots that leases or the quarantine own, outside the tree."""
+        own = sum(len(lease.reserved) + len(lease.duplicates) for lease in list(self))
+        return own + sum(quarantined.slots.size for quarantined in self._quarantine)
+
+    def owned_slots(self) -> SlotArray:
+        """These slots."""
         owned = [slot for lease in self for slot in (*lease.reserved, *lease.duplicates)]
         return np.concatenate([slot_array(owned), *(q.slots for q in self._quarantine)])
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless every page of a lease is held."""
+        for lease in self:
+            for slots in lease.held:
+                assert self._slots.is_held(slots).all(), "a leased page is not held"

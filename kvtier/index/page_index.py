@@ -6,50 +6,15 @@ that nobody else frees them), copy, publish or drop.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from kvtier.index.leases import Lease, LeaseTable
+from kvtier.index.node import Node
 from kvtier.index.policy import EvictionPolicy, VictimQueue
-from kvtier.index.pool import NO_SLOT, SlotArray, SlotPool, slot_array
-from kvtier.index.radix import BoolArray, Cursor, Match, Node, RadixTree, Segment
+from kvtier.index.pool import NO_SLOT, NO_SLOTS, SlotArray, SlotPool
+from kvtier.index.radix import BoolArray, Cursor, Match, RadixTree
+from kvtier.index.runs import PageRun, Published, Removed, fill, trailing
 from kvtier.pages.chain import Extras
-
-
-class PageRun(NamedTuple):
-    """Consecutive pages `first_page` to `cursor.depth` of a path, chosen for a move, with their slots at that time."""
-
-    cursor: Cursor
-    first_page: int
-    device: SlotArray
-    host: SlotArray
-    keys: list[bytes]
-    stored: BoolArray
-
-    @property
-    def num_pages(self) -> int:
-        return self.cursor.depth - self.first_page
-
-    @property
-    def namespace(self) -> str:
-        return self.cursor.node.namespace
-
-
-class Published(NamedTuple):
-    """What became of slots that were offered to the tree: `taken` marks those it owns now."""
-
-    end: Cursor
-    taken: BoolArray
-    segments: list[Segment]
-
-
-class Removed(NamedTuple):
-    """Numbers of pages: freed on the device and in host memory, and kept because they are held or precede held ones."""
-
-    device: int
-    host: int
-    kept: int
 
 
 class PageIndex:
@@ -61,9 +26,9 @@ class PageIndex:
         self.host = SlotPool(num_host)
         self.leases = LeaseTable(self.device)
         self._clock = 0
-        self._device_queue = VictimQueue("device", policy, _ends_on_device)
-        self._mirror_queue = VictimQueue("mirror", policy, _has_mirror)
-        self._leaf_queue = VictimQueue("leaf", policy, _ends_on_host)
+        self._device_queue = VictimQueue("device", policy, lambda node: node.ends_on_device)
+        self._mirror_queue = VictimQueue("mirror", policy, lambda node: node.has_mirror)
+        self._leaf_queue = VictimQueue("leaf", policy, lambda node: node.ends_on_host)
 
     # --- recency -----------------------------------------------------------------------------------------------------
 
@@ -121,10 +86,10 @@ class PageIndex:
         for node, first, last in segments:
             part = slice(position, position + last - first)
             if device is not None:
-                taken[part] = _fill(node.device, first, last, device[part])
-                self._device_changed(node)
+                taken[part] = fill(node.device[first:last], device[part])
+                self._set_num_device(node, int(np.count_nonzero(node.device != NO_SLOT)))
             if host is not None:
-                taken[part] = _fill(node.host, first, last, host[part])
+                taken[part] = fill(node.host[first:last], host[part])
             if stored:
                 node.stored[first:last] = True
             self._enqueue(node)
@@ -158,28 +123,25 @@ class PageIndex:
             lease.end = Cursor(known.end.node, start.depth + on_device)
         return known, on_device
 
-    def _device_changed(self, node: Node) -> None:
-        """Brings the counts in line with the node's device column."""
-        was = node.num_device
-        node.num_device = int(np.count_nonzero(node.device != NO_SLOT))
+    def _set_num_device(self, node: Node, num_device: int) -> None:
+        """Says how many pages of a node are on the device now; its parent counts the children that have any."""
+        was, node.num_device = node.num_device, num_device
         parent = node.parent
         assert parent is not None
-        if (was > 0) != (node.num_device > 0):
-            parent.device_children += 1 if node.num_device else -1
-            if parent.parent is not None:
-                self._enqueue(parent)
+        parent.device_children += (num_device > 0) - (was > 0)
+        self._enqueue(parent)
+        self._enqueue(node)
 
     # --- taking runs -------------------------------------------------------------------------------------------------
 
     def run(self, end: Cursor, first_page: int) -> PageRun:
         """The pages from `first_page` to `end` with their present slots."""
         segments = self.tree.path(end, first_page)
-        empty = np.empty(0, dtype=np.int32)
         return PageRun(
             end,
             first_page,
-            np.concatenate([empty, *(node.device[a:b] for node, a, b in segments)]),
-            np.concatenate([empty, *(node.host[a:b] for node, a, b in segments)]),
+            np.concatenate([NO_SLOTS, *(node.device[a:b] for node, a, b in segments)]),
+            np.concatenate([NO_SLOTS, *(node.host[a:b] for node, a, b in segments)]),
             [node.key_of(index) for node, a, b in segments for index in range(a, b)],
             np.concatenate([np.empty(0, dtype=np.bool_), *(node.stored[a:b] for node, a, b in segments)]),
         )
@@ -190,12 +152,11 @@ class PageIndex:
         popped: list[Node] = []
         while count > 0 and (node := self._device_queue.pop()) is not None:
             popped.append(node)
-            num_pages = min(count, _trailing(~self.device.is_held(node.device[: node.num_device])))
+            num_pages = min(count, trailing(~self.device.is_held(node.device[: node.num_device])))
             if num_pages:
                 depth = node.first_page + node.num_device
-                run = self.run(Cursor(node, depth), depth - num_pages)
-                self.device.hold(run.device)
-                runs.append(run)
+                runs.append(self.run(Cursor(node, depth), depth - num_pages))
+                self.device.hold(runs[-1].device)
                 count -= num_pages
         for node in popped:
             self._device_queue.push(node)
@@ -207,11 +168,10 @@ class PageIndex:
         popped: list[Node] = []
         while count > 0 and (node := self._leaf_queue.pop()) is not None:
             popped.append(node)
-            num_pages = min(count, _trailing(~self.host.is_held(node.host[node.num_device :])))
+            num_pages = min(count, trailing(~self.host.is_held(node.host[node.num_device :])))
             if num_pages:
-                run = self.run(Cursor(node, node.end_page), node.end_page - num_pages)
-                self.host.hold(run.host)
-                runs.append(run)
+                runs.append(self.run(Cursor(node, node.end_page), node.end_page - num_pages))
+                self.host.hold(runs[-1].host)
                 count -= num_pages
         for node in popped:
             self._leaf_queue.push(node)
@@ -241,10 +201,10 @@ class PageIndex:
         position = 0
         for node, first, last in self.tree.path(run.cursor, run.first_page):
             part = slots[position : position + last - first]
-            unused.append(part[~_fill(node.host, first, first + part.size, part)])
+            unused.append(part[~fill(node.host[first : first + part.size], part)])
             self._enqueue(node)
             position += last - first
-        return np.concatenate(unused) if unused else slot_array([])
+        return np.concatenate([NO_SLOTS, *unused])
 
     def set_stored(self, run: PageRun, stored: BoolArray) -> None:
         """Marks the pages of a run that Redis has now."""
@@ -252,6 +212,11 @@ class PageIndex:
         for node, first, last in self.tree.path(run.cursor, run.first_page):
             node.stored[first:last] |= stored[position : position + last - first]
             position += last - first
+
+    def forget_stored(self, namespace: str) -> None:
+        """Marks every page of a namespace as one that Redis does not have any more."""
+        for node in self.tree.nodes(namespace):
+            node.stored[:] = False
 
     def drop_device(self, run: PageRun) -> int:
         """Takes the pages of a run off the device, last first, and frees their slots; returns how many went.
@@ -263,16 +228,15 @@ class PageIndex:
         for node, first, last in reversed(self.tree.path(run.cursor, run.first_page)):
             if node.device_children or node.num_device != last:
                 break
-            num_free = _trailing(~self.device.is_held(node.device[first:last]))
+            num_free = trailing(~self.device.is_held(node.device[first:last]))
             copied = node.host[last - num_free : last] != NO_SLOT
-            lone = _trailing(~copied) if last == node.num_pages and not node.children else 0
-            num_pages = lone + _trailing(copied[: num_free - lone])
+            lone = trailing(~copied) if last == node.num_pages and not node.children else 0
+            num_pages = lone + trailing(copied[: num_free - lone])
             self.device.free(node.device[last - num_pages : last])
             node.device[last - num_pages : last] = NO_SLOT
-            node.num_device = last - num_pages
+            self._set_num_device(node, last - num_pages)
             if lone:
                 self._trim(node, last - lone)
-            self._settle(node, last)
             freed += num_pages
             if num_pages < last - first:
                 break
@@ -285,7 +249,7 @@ class PageIndex:
             if node.children or node.num_pages != last:
                 break
             first = max(first, node.num_device)
-            num_pages = min(last - first, _trailing(~self.host.is_held(node.host[first:last])))
+            num_pages = min(last - first, trailing(~self.host.is_held(node.host[first:last])))
             self.host.free(node.host[last - num_pages : last])
             self._trim(node, last - num_pages)
             self._enqueue(node)
@@ -298,32 +262,18 @@ class PageIndex:
         """Takes all pages of a namespace out of the tree, but for held ones and what lies before them."""
         device = host = kept = 0
         for node in reversed(list(self.tree.nodes(namespace))):
-            free = ~(self._is_held(self.device, node.device) | self._is_held(self.host, node.host))
-            num_pages = 0 if node.children else _trailing(free)
-            first, was = node.num_pages - num_pages, node.num_device
-            for pool, column in ((self.device, node.device[first:]), (self.host, node.host[first:])):
-                pool.free(column[column != NO_SLOT])
-            device += int(np.count_nonzero(node.device[first:] != NO_SLOT))
-            host += int(np.count_nonzero(node.host[first:] != NO_SLOT))
-            kept += first
-            node.num_device = min(was, first)
+            is_held = self.device.is_held(node.device) | self.host.is_held(node.host)
+            num_pages = 0 if node.children else trailing(~is_held)
+            first = node.num_pages - num_pages
+            device_slots, host_slots = node.device[first : node.num_device], node.host[first:]
+            host_slots = host_slots[host_slots != NO_SLOT]
+            self.device.free(device_slots)
+            self.host.free(host_slots)
+            device, host, kept = device + device_slots.size, host + host_slots.size, kept + first
+            self._set_num_device(node, min(node.num_device, first))
             if num_pages:
                 self._trim(node, first)
-            self._settle(node, was)
         return Removed(device, host, kept)
-
-    @staticmethod
-    def _is_held(pool: SlotPool, column: SlotArray) -> BoolArray:
-        return (column != NO_SLOT) & pool.is_held(column)
-
-    def _settle(self, node: Node, was: int) -> None:
-        """After `num_device` fell from `was`: tells the parent, and queues the node again."""
-        parent = node.parent
-        assert parent is not None
-        if was and not node.num_device:
-            parent.device_children -= 1
-            self._enqueue(parent)
-        self._enqueue(node)
 
     def _trim(self, node: Node, num_pages: int) -> None:
         self.tree.trim(node, num_pages)
@@ -332,65 +282,18 @@ class PageIndex:
 
     # --- integrity ---------------------------------------------------------------------------------------------------
 
-    def check_integrity(
-        self, device_in_transit: SlotArray | None = None, host_in_transit: SlotArray | None = None
-    ) -> None:
-        """Raises `AssertionError` unless every slot has one owner and every count is right.
+    def check_integrity(self, device_in_transit: SlotArray = NO_SLOTS, host_in_transit: SlotArray = NO_SLOTS) -> None:
+        """Raises `AssertionError` unless every slot has one owner, every page is somewhere and every count is right.
 
         `*_in_transit` are allocated slots that a transfer has not published yet.
         """
-        self.tree.check_integrity()
-        self.device.check_integrity()
-        self.host.check_integrity()
+        for part in (self.tree, self.device, self.host, self.leases):
+            part.check_integrity()
         nodes = list(self.tree.nodes())
-        empty = slot_array([])
-        for name, pool, column, outside in (
-            ("device", self.device, [node.device for node in nodes], [self.leases.owned_slots(), device_in_transit]),
-            ("host", self.host, [node.host for node in nodes], [host_in_transit]),
-        ):
-            owned = np.concatenate([empty, *column, *(slots for slots in outside if slots is not None)])
-            owned = owned[owned != NO_SLOT]
-            assert np.unique(owned).size == owned.size, f"a {name} slot has two owners"
-            assert np.array_equal(np.sort(owned), pool.allocated()), f"a {name} slot has no owner, or is free and owned"
+        self.device.check_owners([*(node.device for node in nodes), self.leases.owned_slots(), device_in_transit])
+        self.host.check_owners([*(node.host for node in nodes), host_in_transit])
         for node in nodes:
             assert ((node.device != NO_SLOT) | (node.host != NO_SLOT)).all(), "a page in the tree is nowhere"
-            parent = node.parent
-            assert parent is not None
-            whole = parent.parent is None or parent.num_device == parent.num_pages
-            assert not node.num_device or whole, "a page is on the device, but the page before it is not"
-            in_device = sum(child.num_device > 0 for child in node.children.values())
-            assert node.device_children == in_device, "the count of children on the device is off"
-            assert not _ends_on_device(node) or "device" in node.queued_in, "a device victim is not queued"
-            assert not _ends_on_host(node) or "leaf" in node.queued_in, "a host victim is not queued"
-            assert not _has_mirror(node) or "mirror" in node.queued_in, "a mirror is not queued"
-        held = np.zeros(self.device.num_slots, dtype=np.int64)
-        for lease in self.leases:
-            for slots in lease.held:
-                held[slots] += 1
-        assert (self.device.is_held(np.flatnonzero(held).astype(np.int32))).all(), "a leased page is not held"
-
-
-def _fill(column: SlotArray, first: int, last: int, slots: SlotArray) -> BoolArray:
-    """Puts `slots` where the column has none; returns which were put."""
-    part = column[first:last]
-    empty: BoolArray = part == NO_SLOT
-    part[empty] = slots[empty]
-    return empty
-
-
-def _ends_on_device(node: Node) -> bool:
-    return node.num_device > 0 and not node.device_children
-
-
-def _ends_on_host(node: Node) -> bool:
-    return node.num_device < node.num_pages and not node.children
-
-
-def _has_mirror(node: Node) -> bool:
-    return bool((node.host[: node.num_device] != NO_SLOT).any())
-
-
-def _trailing(mask: BoolArray) -> int:
-    """How many of the last entries are all true."""
-    false = np.flatnonzero(~mask)
-    return int(mask.size - (false[-1] + 1 if false.size else 0))
+            assert not node.ends_on_device or "device" in node.queued_in, "a device victim is not queued"
+            assert not node.ends_on_host or "leaf" in node.queued_in, "a host victim is not queued"
+            assert not node.has_mirror or "mirror" in node.queued_in, "a mirror is not queued"

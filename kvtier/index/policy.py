@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtier.index.radix import Node
+from kvtier.index.node import Node
 
 
 class EvictionPolicy(Protocol):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 SlotArray = npt.NDArray[np.int32]
 
 NO_SLOT = -1
+NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 _FREE = -1
 
 
@@ -29,7 +30,7 @@ class SlotPool:
         # The free list is a stack in an array: the slot freed last is the first to be used again.
         self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self.num_free = num_slots
-        # NOTE: The entry behind the last slot is that of `NO_SLOT`: always free, so that it is refused like a free slot.
+        # NOTE: The entry behind the last slot is `NO_SLOT`'s: always free, so it is refused like a free slot.
         self._holds = np.full(num_slots + 1, _FREE, dtype=np.int32)
 
     @property
@@ -82,3 +83,10 @@ class SlotPool:
         assert np.unique(stack).size == self.num_free, "a slot is on the free list twice"
         assert (self._holds[stack] == _FREE).all(), "a slot on the free list is allocated"
         assert self.allocated().size == self.num_slots - self.num_free, "a free slot is not on the free list"
+
+    def check_owners(self, owned: list[SlotArray]) -> None:
+        """Raises `AssertionError` unless `owned`, which may contain `NO_SLOT`, names each allocated slot once."""
+        slots = np.concatenate(owned)
+        slots = slots[slots != NO_SLOT]
+        assert np.unique(slots).size == slots.size, "a slot has two owners"
+        assert np.array_equal(np.sort(slots), self.allocated()), "a slot has no owner, or is free and owned"

@@ -19,67 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.index.pool import NO_SLOT, SlotArray
+from kvtier.index.node import Node
+from kvtier.index.pool import NO_SLOT, NO_SLOTS, SlotArray
 from kvtier.pages.chain import KEY_BYTES, TOKEN_BYTES, Extras
 
 BoolArray = npt.NDArray[np.bool_]
-
-_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
-
-
-class Node:
-    """A run of pages below `parent`. Changed by `RadixTree` and `PageIndex` only."""
-
-    __slots__ = (
-        "children",
-        "device",
-        "device_children",
-        "extra",
-        "first_page",
-        "hits",
-        "host",
-        "keys",
-        "last_access",
-        "namespace",
-        "num_device",
-        "parent",
-        "queued_in",
-        "stored",
-        "tokens",
-    )
-
-    def __init__(
-        self, parent: Node | None, namespace: str, first_page: int, extra: bytes, tokens: bytes, keys: bytes
-    ) -> None:
-        num_pages = len(keys) // KEY_BYTES
-        self.parent = parent
-        self.namespace = namespace
-        self.first_page = first_page  # pages of the sequence before this node
-        self.extra = extra
-        self.tokens = tokens
-        self.keys = keys
-        self.device: SlotArray = np.full(num_pages, NO_SLOT, dtype=np.int32)
-        self.host: SlotArray = np.full(num_pages, NO_SLOT, dtype=np.int32)
-        self.stored: BoolArray = np.zeros(num_pages, dtype=np.bool_)
-        self.num_device = 0  # leading pages that are on the device
-        self.device_children = 0  # children with pages on the device
-        self.children: dict[bytes, Node] = {}
-        self.last_access = 0
-        self.hits = 0
-        self.queued_in: set[str] = set()  # names of the victim queues that have an entry for this node
-
-    @property
-    def num_pages(self) -> int:
-        return self.device.size
-
-    @property
-    def end_page(self) -> int:
-        """Pages of the sequence up to and with this node."""
-        return self.first_page + self.device.size
-
-    def key_of(self, index: int) -> bytes:
-        """Chain key of page `index` of this node."""
-        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
 class Cursor(NamedTuple):
@@ -113,12 +57,12 @@ class Match(NamedTuple):
     def device_slots(self) -> SlotArray:
         """Device slot of every matched page; those on the device come first."""
         segments = RadixTree.path(self.end, self.end.depth - self.num_pages)
-        return np.concatenate([_NO_SLOTS, *(node.device[start:stop] for node, start, stop in segments)])
+        return np.concatenate([NO_SLOTS, *(node.device[start:stop] for node, start, stop in segments)])
 
     def host_slots(self) -> SlotArray:
         """Host slot of every matched page."""
         segments = RadixTree.path(self.end, self.end.depth - self.num_pages)
-        return np.concatenate([_NO_SLOTS, *(node.host[start:stop] for node, start, stop in segments)])
+        return np.concatenate([NO_SLOTS, *(node.host[start:stop] for node, start, stop in segments)])
 
 
 class RadixTree:
@@ -299,9 +243,7 @@ class RadixTree:
             assert parent.children.get(label) is node, "a node is not under its label"
             assert node.first_page == parent.end_page and node.namespace == parent.namespace
             assert len(node.tokens) == node.num_pages * self.stride and len(node.keys) == node.num_pages * KEY_BYTES
-            assert node.host.size == node.stored.size == node.num_pages
-            on_device = node.device != NO_SLOT
-            assert on_device[: node.num_device].all() and not on_device[node.num_device :].any()
+            node.check_integrity()
             num_nodes += 1
             num_pages += node.num_pages
         assert (num_nodes, num_pages) == (self.num_nodes, self.num_pages), "the tree's counts are off"

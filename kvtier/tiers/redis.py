@@ -96,7 +96,7 @@ class RedisTier:
                 header = encode_header(name, image)
             client.execute_command("SET", key, StoredPage(header, image), *expiry)
 
-        await self._caller.call(write, image)
+        await self._caller.call(write, sends=image)
 
     async def get(self, namespace: str, name: PageName, out: memoryview) -> bool:
         """Reads a page into `out`, whose size is that of its image. False: Redis does not have it.
@@ -115,7 +115,7 @@ class RedisTier:
             with call:
                 return _rejection(value, name) or True
 
-        found = await self._caller.call(read, out)
+        found = await self._caller.call(read, receives=out)
         if isinstance(found, bool):
             return found
         await self._delete_value(key, found)

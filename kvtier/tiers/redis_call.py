@@ -19,20 +19,24 @@ class DeadlinePassedError(Exception):
 
 
 class Call:
-    """One call, while a thread carries it out. Whatever may touch the image happens inside `with call:`.
+    """One call, while a thread carries it out. Whatever touches its page happens inside `with call:`.
 
     Args:
         timeout_s: seconds until the deadline.
-        image: the page that is sent, or the memory that receives one.
+        sends: the page that is sent, if it sends one.
+        receives: the memory for the page, if it receives one.
 
-    NOTE: once `give_up` has returned True, no thread touches `image` any more.
+    NOTE: once `give_up` has returned True, no thread touches the page any more.
     """
 
-    def __init__(self, timeout_s: float, image: memoryview | None = None) -> None:
-        self.image = image
+    def __init__(
+        self, timeout_s: float, *, sends: memoryview | None = None, receives: memoryview | None = None
+    ) -> None:
+        self.receives = receives
+        self.was_begun = False  # by a thread
+        self._has_page = sends is not None or receives is not None
         self._deadline = time.monotonic() + timeout_s
         self._lock = threading.Lock()
-        self.was_begun = False  # by a thread
         self._given_up = False
         self._touching = False
 
@@ -53,10 +57,10 @@ class Call:
         self._touching = False
 
     def give_up(self) -> bool:
-        """Ends the call early. False: a thread may be touching the image; it stops by the deadline."""
+        """Ends the call early. False: a thread may be touching the page; it stops by the deadline."""
         with self._lock:
             self._given_up = True
-            return self.image is None or not self._touching
+            return not (self._has_page and self._touching)
 
     def on_this_thread(self, function: Callable[[Call], T]) -> T:
         """Runs `function`; the connections that it uses serve this call."""

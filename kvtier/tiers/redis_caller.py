@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from redis.cluster import RedisCluster
 from redis.exceptions import (
@@ -32,7 +32,7 @@ from kvtier.tiers.workers import Gate, Job, Workers
 
 T = TypeVar("T")
 
-_CONTROL_THREADS = 2  # for what carries no page: lookups do not queue behind transfers
+_CONTROL_THREADS = 2
 _ADVICE: dict[type[Exception], str] = {
     OutOfMemoryError: "raise its maxmemory or let it evict (maxmemory-policy allkeys-lru)",
     AuthenticationError: "check user and password in its URL",
@@ -41,6 +41,13 @@ _ADVICE: dict[type[Exception], str] = {
     MovedError: "it is a node of a Redis Cluster: write redis+cluster:// in its URL",
     AskError: "it is a node of a Redis Cluster: write redis+cluster:// in its URL",
 }
+
+
+class _Lane(NamedTuple):
+    """Calls with pages and calls without each have their own, so that lookups do not queue behind transfers."""
+
+    workers: Workers
+    gate: Gate
 
 
 class RedisCaller:
@@ -58,9 +65,9 @@ class RedisCaller:
         self.breaker = Breaker(target.address)
         self._target = target
         self._timeout_s = timeout_s
-        self._workers = Workers(num_connections + _CONTROL_THREADS, "kvtier-redis")
-        self._page_gate = Gate(2 * num_connections, max_in_flight_bytes)
-        self._control_gate = Gate(_CONTROL_THREADS, 0)
+        # Twice as many pages as threads, so that a thread which is done finds the next one waiting.
+        self._pages = _Lane(Workers(num_connections, "kvtier-redis"), Gate(2 * num_connections, max_in_flight_bytes))
+        self._control = _Lane(Workers(_CONTROL_THREADS, "kvtier-redis-control"), Gate(_CONTROL_THREADS, 0))
         self._client: RedisClient | None = None
         self._client_lock = threading.Lock()
         self._under_way: set[Call] = set()
@@ -73,32 +80,39 @@ class RedisCaller:
         """Connections that the client of `target` may need at once."""
         return num_connections + _CONTROL_THREADS
 
-    async def call(self, work: Callable[[RedisClient, Call], T], image: memoryview | None = None) -> T:
-        """Runs `work` in a thread; `image` is the memory of the page that it sends or receives.
+    async def call(
+        self,
+        work: Callable[[RedisClient, Call], T],
+        *,
+        sends: memoryview | None = None,
+        receives: memoryview | None = None,
+    ) -> T:
+        """Runs `work` in a thread; it sends or receives this page, or none.
 
-        When this returns or raises, be it for a cancellation, no thread touches `image` any more.
+        When this returns or raises, be it for a cancellation, no thread touches the page any more.
 
         Raises:
             RedisUnavailableError: no answer in time, no connection, a refusal, or the breaker is open.
             RedisFullError: Redis has no memory left.
         """
         self.breaker.check()
-        gate, num_bytes = (self._control_gate, 0) if image is None else (self._page_gate, len(image))
-        await gate.enter(num_bytes)
+        page = receives if sends is None else sends
+        lane, num_bytes = (self._control, 0) if page is None else (self._pages, len(page))
+        await lane.gate.enter(num_bytes)
         try:
             if self._is_closed:
                 raise self._closed_error()
             with self.breaker.attempt() as attempt:
-                call = Call(self._timeout_s, image)
+                call = Call(self._timeout_s, sends=sends, receives=receives)
                 try:
-                    result = await self._carry_out(call, work)
+                    result = await self._carry_out(lane.workers, call, work)
                 except (RedisError, RedisClusterException, DeadlinePassedError, OSError) as error:
                     failure = self._judge(error, call, attempt)
                 else:
                     attempt.succeeded()
                     return result
         finally:
-            gate.leave(num_bytes)
+            lane.gate.leave(num_bytes)
         raise failure
 
     async def close(self) -> None:
@@ -112,12 +126,13 @@ class RedisCaller:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._idle.wait()
-        self._workers.close()
+        self._pages.workers.close()
+        self._control.workers.close()
 
-    async def _carry_out(self, call: Call, work: Callable[[RedisClient, Call], T]) -> T:
+    async def _carry_out(self, workers: Workers, call: Call, work: Callable[[RedisClient, Call], T]) -> T:
         self._under_way.add(call)
         self._idle.clear()
-        job = self._workers.submit(functools.partial(call.on_this_thread, functools.partial(self._with_client, work)))
+        job = workers.submit(functools.partial(call.on_this_thread, functools.partial(self._with_client, work)))
         try:
             await job.wait(self._timeout_s)
         finally:

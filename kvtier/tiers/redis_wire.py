@@ -63,11 +63,12 @@ class PagePacker(PythonRespSerializer):
 class PageParser(BaseParser):
     """Reads RESP2 replies within the deadline of the current call.
 
-    In a call that brings memory for a page, a string is that page: it is received there and returned as `StoredPage`.
+    In a call that receives a page a string is that page: it goes into the call's memory and comes back as `StoredPage`.
     """
 
     def __init__(self, socket_read_size: int) -> None:
-        self._buffer = memoryview(bytearray(socket_read_size))
+        self._buffer = bytearray(socket_read_size)
+        self._view = memoryview(self._buffer)
         self._start = self._end = 0  # received and not yet read: _buffer[_start:_end]
         self._socket: socket | None = None
 
@@ -89,12 +90,12 @@ class PageParser(BaseParser):
 
     def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Any:
         """The next reply. An error reply is returned, or raised when it makes the connection useless."""
-        reply = self._read_reply(current_call().image)
+        reply = self._read_reply(current_call().receives)
         if isinstance(reply, RedisConnectionError):
             raise reply
         return reply
 
-    def _read_reply(self, image: memoryview | None) -> Any:
+    def _read_reply(self, page: memoryview | None) -> Any:
         line = self._read_line()
         match line[:1]:
             case b"+":
@@ -104,24 +105,23 @@ class PageParser(BaseParser):
             case b":":
                 return _integer(line)
             case b"$":
-                return self._read_string(_integer(line), image)
+                length = _integer(line)
+                return None if length < 0 else self._read_string(length, page)
             case b"*":
                 length = _integer(line)
                 return None if length < 0 else [self._read_reply(None) for _ in range(length)]
         raise InvalidResponse(f"a reply begins with {line[:20]!r}, which is not RESP2")
 
-    def _read_string(self, length: int, image: memoryview | None) -> StoredPage | WrongSize | bytes | None:
-        if length < 0:
-            return None
+    def _read_string(self, length: int, page: memoryview | None) -> StoredPage | WrongSize | bytes:
         value: StoredPage | WrongSize | bytes
-        if image is None:
+        if page is None:
             if length > _MAX_STRING_BYTES:
                 raise InvalidResponse(f"a string of {length} bytes is longer than any that kvtier asks for")
             value = self._read_bytes(length)
-        elif 0 < length - len(image) <= MAX_HEADER_BYTES:
-            header = self._read_bytes(length - len(image))
-            self._read_into(image)
-            value = StoredPage(header, image)
+        elif 0 < length - len(page) <= MAX_HEADER_BYTES:
+            header = self._read_bytes(length - len(page))
+            self._read_into(page)
+            value = StoredPage(header, page)
         else:
             self._skip(length)
             value = WrongSize(length)
@@ -135,10 +135,10 @@ class PageParser(BaseParser):
         while not line.endswith(b"\n"):
             if self._start == self._end:
                 self._fill()
-            received = self._buffer[self._start : self._end].tobytes()
-            part = received[: received.find(b"\n") + 1] or received
-            self._start += len(part)
-            line += part
+            line_end = self._buffer.find(b"\n", self._start, self._end)
+            part_end = line_end + 1 if line_end >= 0 else self._end
+            line += self._view[self._start : part_end]
+            self._start = part_end
             if len(line) > len(self._buffer):
                 raise InvalidResponse("a line of a reply has no end")
         return line[:-2]
@@ -159,18 +159,18 @@ class PageParser(BaseParser):
     def _read_into(self, target: memoryview) -> None:
         """Fills `target`; what is longer than the buffer does not go through it."""
         while target:
-            if self._start == self._end and len(target) >= len(self._buffer):
-                target = target[self._receive(target) :]
-                continue
             if self._start == self._end:
+                if len(target) >= len(self._buffer):
+                    target = target[self._receive(target) :]
+                    continue
                 self._fill()
             count = min(self._end - self._start, len(target))
-            target[:count] = self._buffer[self._start : self._start + count]
+            target[:count] = self._view[self._start : self._start + count]
             self._start += count
             target = target[count:]
 
     def _fill(self) -> None:
-        self._start, self._end = 0, self._receive(self._buffer)
+        self._start, self._end = 0, self._receive(self._view)
 
     def _receive(self, target: memoryview) -> int:
         sock = self._connected_socket()

@@ -147,12 +147,19 @@ class Worker:
             sequence.start(answer)
             bisect.insort(self._running, sequence, key=_by_arrival)
         elif isinstance(answer, _TRY_AGAIN):
-            self._retry_at_s = time.monotonic() + _RETRY_S
-            pages_will_come = bool(self._running) and isinstance(answer, CacheFullError)
-            if not pages_will_come and time.monotonic() - sequence.waiting_since_s > self._options.patience_s:
-                self._finish(sequence, FinishReason.ERROR, answer)
+            self._wait(sequence, answer)
         else:
             self._finish(sequence, FinishReason.ERROR, answer)
+
+    def _wait(self, sequence: Sequence, reason: KvtierError) -> None:
+        """Leaves a refused request in the queue for the next attempt, unless it has waited for too long."""
+        now_s = time.monotonic()
+        self._retry_at_s = now_s + _RETRY_S
+        if self._running and isinstance(reason, CacheFullError):
+            return  # those that run will give pages back
+        sequence.refused_since_s = sequence.refused_since_s or now_s
+        if now_s - sequence.refused_since_s > self._options.patience_s:
+            self._finish(sequence, FinishReason.ERROR, reason)
 
     def _grow(self) -> None:
         """Reserves the pages that the next tokens need, for the oldest first."""

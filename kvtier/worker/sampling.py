@@ -38,8 +38,12 @@ class Sampler:
         """A token id from logits `(vocabulary,)`."""
         if self._sampling.temperature == 0:
             return int(logits.argmax())
-        probabilities = torch.softmax(logits.float() / self._sampling.temperature, dim=-1)
+        probabilities = torch.softmax(logits.double() / self._sampling.temperature, dim=-1)
         likeliest, token_ids = probabilities.sort(descending=True)
-        before = likeliest.cumsum(0) - likeliest  # what the likelier tokens make up already
-        kept = likeliest * (before < self._sampling.top_p)
-        return int(token_ids[torch.multinomial(kept, 1, generator=self._generator)])
+        likelier = likeliest.cumsum(0) - likeliest  # what the tokens before each one make up
+        probabilities[token_ids[likelier >= self._sampling.top_p]] = 0
+        # One uniform number against the sums in order of the vocabulary: logits that differ in their last bits alone
+        # draw the same token, which they would not if the order were that of the probabilities.
+        sums = probabilities.cumsum(0)
+        drawn = torch.rand((), dtype=torch.float64, generator=self._generator) * sums[-1]
+        return int(torch.searchsorted(sums, drawn, right=True))

@@ -29,11 +29,12 @@ class Sequence:
         self.num_committed = 0
         self.pages: list[int] = []
         self.reply: Reply | None = None
-        self.waiting_since_s = time.monotonic()
+        self.refused_since_s: float | None = None
+        """When the daemon first gave no lease, of the refusals since it gave one last."""
         self._lease: Lease | None = None
         self._page_size = page_size
         self._sampler = Sampler(request.sampling)
-        self._submitted_s = self.waiting_since_s
+        self._submitted_s = time.monotonic()
         self._token_times_s: list[float] = []
         self._found: TokensByTier | None = None
         self._computed_tokens = 0
@@ -72,6 +73,7 @@ class Sequence:
         the matched pages, and its K and V are not written again.
         """
         self._lease = lease
+        self.refused_since_s = None
         self.pages = [*lease.matched_pages.tolist(), *lease.reserved_pages.tolist()]
         self.num_committed = len(lease.matched_pages) * self._page_size
         self.num_computed = min(self.num_committed, len(self.tokens) - 1)
@@ -115,7 +117,6 @@ class Sequence:
         self._lease = None
         self.pages = []
         self.num_computed = self.num_committed = 0
-        self.waiting_since_s = time.monotonic()
         self._restarts += 1
 
     def finish(self, reason: FinishReason, error: KvtierError | None = None) -> None:

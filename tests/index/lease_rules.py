@@ -13,6 +13,7 @@ from kvtier.index.leases import PIN_SESSION
 from kvtier.index.pool import slot_array
 
 MAX_LEASES = 5
+FLUSH_BEYOND = 22  # pages: small trees are left to grow
 GRACE_S = 3.0
 ADAPTER = b"digest of an adapter, 32 bytes.."
 
@@ -29,7 +30,19 @@ class LeaseRules(TransferRules):
     @precondition(lambda self: len(self.leases) < MAX_LEASES)
     @rule(session=sessions, namespace=namespaces, prompt=prompts, num_later=st.integers(0, 3))
     def acquire(self, session: int, namespace: str, prompt: list[PageKind], num_later: int) -> None:
-        self._compute(self._open(session, self.root(namespace), (namespace,), prompt), prompt, num_later)
+        held = self._open(session, self.root(namespace), (namespace,), prompt)
+        self._compute(held, prompt, num_later)
+
+    @precondition(lambda self: len(self.leases) < MAX_LEASES and (self.model.redis or self.model.host_ends()))
+    @rule(session=sessions, pick=picks)
+    def acquire_and_wait(self, session: int, pick: int) -> None:
+        below = sorted({*self.model.redis, *self.model.host_ends()})
+        namespace, *pages = wanted = below[pick % len(below)]
+        held = self._open(session, self.root(namespace), (namespace,), pages)
+        self.bring_up(wanted)
+        self._hold_prefix(held, pages[len(held.held) :])
+        self.index.touch(held.lease.end)
+        self.model.touch(held.end)
 
     @rule(session=sessions, namespace=namespaces, prompt=prompts)
     def acquire_and_release(self, session: int, namespace: str, prompt: list[PageKind]) -> None:
@@ -56,15 +69,11 @@ class LeaseRules(TransferRules):
         self._hold(held, parent.held)
 
     @precondition(lambda self: self.leases)
-    @rule(pick=picks, count=st.integers(1, 3))
-    def extend(self, pick: int, count: int) -> None:
-        self._reserve(self.leases[pick % len(self.leases)], count)
-
-    @precondition(lambda self: any(held.lease.reserved for held in self.leases))
-    @rule(pick=picks, turn=turns, backwards=st.booleans())
-    def commit(self, pick: int, turn: list[PageKind], backwards: bool) -> None:
-        writers = [held for held in self.leases if held.lease.reserved]
-        self._commit(writers[pick % len(writers)], turn, backwards)
+    @rule(pick=picks, turn=turns, num_reserved=st.integers(0, 3), backwards=st.booleans())
+    def extend_and_commit(self, pick: int, turn: list[PageKind], num_reserved: int, backwards: bool) -> None:
+        held = self.leases[pick % len(self.leases)]
+        self._reserve(held, num_reserved)
+        self._commit(held, turn, backwards)
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
@@ -76,7 +85,7 @@ class LeaseRules(TransferRules):
     def lose_session(self, session: int) -> None:
         lost = [held for held in self.leases if held.lease.session_id == session]
         for held in lost:
-            self.quarantined.append((self.now + GRACE_S, held.num_own))
+            self.quarantined.append((self.now + GRACE_S, len(held.lease.reserved) + len(held.lease.duplicates)))
             self._ended(held)
         assert self.index.leases.lose(session, self.now + GRACE_S) == len(lost)
 
@@ -96,19 +105,36 @@ class LeaseRules(TransferRules):
         for held in [pin for pin in self.leases if pin.lease.expires_at and pin.lease.expires_at <= self.now]:
             self._ended(held)
 
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, turn=turns)
+    def hold_what_has_arrived(self, pick: int, turn: list[PageKind]) -> None:
+        self._hold_prefix(self.leases[pick % len(self.leases)], turn)
+
+    @precondition(lambda self: len(self.model.pages) > FLUSH_BEYOND)
+    @rule(namespace=namespaces)
+    def remove_namespace(self, namespace: str) -> None:
+        assert self.index.remove_namespace(namespace) == self.model.remove_namespace(namespace)
+
     # --- the parts of a turn -----------------------------------------------------------------------------------------
 
     def _open(self, session: int, start: Cursor, before: Path, pages: list[PageKind]) -> HeldLease:
         """A lease on those of `pages` behind `before` that are on the device."""
-        match, known, num_device = self.match(start, before, (*before, *pages))
-        end = Cursor(match.end.node, start.depth + num_device)
-        lease = self.index.leases.open(session, before[0], end, [match.device_slots()[:num_device]])
-        held = HeldLease(lease, (before, *known)[num_device], [])
-        self._hold(held, known[:num_device])
+        held = HeldLease(self.index.leases.open(session, before[0], start, []), before, [])
         self.leases.append(held)
-        self.index.touch(end)
+        self._hold_prefix(held, pages)
+        self.index.touch(held.lease.end)
         self.model.touch(held.end)
         return held
+
+    def _hold_prefix(self, held: HeldLease, pages: list[PageKind]) -> None:
+        """Lets a lease hold those of `pages` behind its end that are on the device."""
+        start, before, end = held.lease.end, held.end, (*held.end, *pages)
+        found = self.match(start, before, end)
+        tokens, _, extras = self.whole(before, end)
+        match, num_device = self.index.hold_device_prefix(held.lease, start, tokens, extras)
+        assert (match.num_pages, num_device) == (len(found.paths), found.num_device)
+        held.end = (before, *found.paths)[num_device]
+        self._hold(held, found.paths[:num_device])
 
     def _compute(self, held: HeldLease, pages: list[PageKind], num_later: int) -> None:
         """Reserves slots for those of `pages` that a new lease lacks, and commits them but the last `num_later`."""

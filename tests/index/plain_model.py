@@ -148,3 +148,11 @@ class PlainModel:
             del self.pages[path]
             freed += 1
         return freed
+
+    def remove_namespace(self, namespace: str) -> tuple[int, int, int]:
+        """Removes all pages but held ones and those before them; returns numbers: on the device, on the host, kept."""
+        ours = [path for path in self.pages if path[0] == namespace]
+        held = [path for path in ours if self.device_holds[path] or self.host_holds[path]]
+        kept = {path for end in held for path in prefixes(end[:1], end)}
+        gone = [self.pages.pop(path) for path in ours if path not in kept]
+        return sum(page.on_device for page in gone), sum(page.on_host for page in gone), len(kept)

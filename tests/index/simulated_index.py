@@ -29,11 +29,6 @@ class HeldLease:
     end: Path
     held: list[Path]
 
-    @property
-    def num_own(self) -> int:
-        """Slots that the lease owns outside the tree."""
-        return len(self.lease.reserved) + len(self.lease.duplicates)
-
 
 class Whole(NamedTuple):
     """How the index is told which pages are meant."""
@@ -114,7 +109,9 @@ class SimulatedIndex(RuleBasedStateMachine):
         paths, device, host = zip(*columns, strict=True) if columns else ((), (), ())
         self._check_pool(self.device, paths, device, [self.model.pages[path].on_device for path in paths])
         self._check_pool(self.host, paths, host, [self.model.pages[path].on_host for path in paths])
-        num_own = sum(held.num_own for held in self.leases) + sum(count for _, count in self.quarantined)
+        num_own = sum(len(held.lease.reserved) + len(held.lease.duplicates) for held in self.leases)
+        num_own += sum(count for _, count in self.quarantined)
+        assert self.index.leases.num_owned == num_own
         num_in_tree = sum(slot != NO_SLOT for slot in device)
         assert self.index.device.num_free == NUM_DEVICE - num_in_tree - num_own - self.device.in_transit.size
         assert len(self.index.leases) == len(self.leases)

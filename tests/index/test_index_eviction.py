@@ -293,6 +293,42 @@ def test_a_host_victim_that_is_held_or_followed_by_a_new_page_stays() -> None:
     index.check_integrity()
 
 
+# --- namespaces ------------------------------------------------------------------------------------------------------
+
+
+def test_a_removed_namespace_is_gone_from_both_pools_and_no_other_is_touched() -> None:
+    index = new_index()
+    for contents in ([1, 2, 3], [1, 2, 8], [5]):
+        fill(index, contents)
+    fill(index, [1, 2, 3], namespace="b")
+    mirror(index, [1, 2])
+    spill(index, 1)
+    assert index.remove_namespace("a") == (4, 3, 0)
+    assert find(index.tree, [1]).num_pages == find(index.tree, [5]).num_pages == 0
+    assert find(index.tree, [1, 2, 3], namespace="b").num_pages == 3
+    assert (index.device.num_free, index.host.num_free, index.tree.num_pages) == (21, 12, 3)
+    assert index.remove_namespace("a") == index.remove_namespace("nobody") == (0, 0, 0)
+    index.check_integrity()
+
+
+def test_held_pages_of_a_removed_namespace_stay_with_those_before_them() -> None:
+    index = new_index()
+    fill(index, [1, 2, 3, 4])
+    fill(index, [1, 2, 8, 9])
+    spill(index, 2)
+    lease = compute(index, [1, 2, 8])
+    held = find(index.tree, [1, 2, 3]).host_slots()[2:]
+    index.host.hold(held)
+    assert index.remove_namespace("a") == (1, 1, 4)
+    assert [find(index.tree, [1, 2, *rest]).num_pages for rest in ([3, 4], [8, 9])] == [3, 3]
+    index.check_integrity()
+    index.host.release(held)
+    index.leases.release(lease)
+    assert index.remove_namespace("a") == (3, 1, 0)
+    assert (index.device.num_free, index.host.num_free, index.tree.num_nodes) == (24, 12, 0)
+    index.check_integrity()
+
+
 def test_everything_can_be_evicted_once_nothing_holds_it() -> None:
     index = new_index()
     for contents in ([1, 2, 3], [1, 2, 8], [5, 6], [1]):

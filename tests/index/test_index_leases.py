@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from index_helpers import commit, compute, fill, find, new_index, reserve, root, spill
+from plain_model import tokens_of
 
 from kvtier.errors import InvalidRequestError, LeaseUnknownError
 from kvtier.index.leases import PIN_SESSION
@@ -56,10 +57,11 @@ def test_a_release_frees_what_the_lease_owns_and_unholds_the_rest() -> None:
     slots = reserve(index, lease, 5)
     assert commit(index, lease, slots[:3], [1, 2, 3]) == 2
     assert index.device.num_free == 24 - 2 - 5
+    assert index.leases.num_owned == 4
     assert sorted(index.leases.owned_slots().tolist()) == sorted(slots[[0, 1, 3, 4]].tolist())
     index.leases.release(lease)
     assert index.device.num_free == 24 - 3
-    assert index.leases.owned_slots().size == 0
+    assert index.leases.owned_slots().size == index.leases.num_owned == 0
     assert index.device.is_held(find(index.tree, [1, 2, 3]).device_slots()).tolist() == [True, True, False]
     index.leases.release(other)
     assert index.device.num_held == 0
@@ -82,6 +84,28 @@ def test_further_pages_can_be_held() -> None:
     lease = compute(index, [1])
     index.leases.hold(lease, slots[1:])
     assert spill(index, 24) == []
+    index.leases.release(lease)
+    assert index.device.num_held == 0
+
+
+def test_a_lease_holds_what_is_on_the_device_by_now() -> None:
+    index = new_index()
+    slots = fill(index, [1, 2, 3, 4])
+    spill(index, 2)
+    start = root(index.tree)
+    lease = index.leases.open(1, "a", start, [])
+    tokens = tokens_of(1, 2, 3, 4, 5)
+    match, num_device = index.hold_device_prefix(lease, start, tokens, {})
+    assert (match.num_pages, num_device, lease.end.depth) == (4, 2, 2)
+    assert [held.tolist() for held in lease.held] == [slots[:2].tolist()]
+    assert index.hold_device_prefix(lease, start, tokens, {})[1] == 2
+    assert (len(lease.held), index.device.num_held) == (1, 2)
+    promoted = index.device.allocate(1)
+    index.publish(lease.end, tokens_of(3), index.run(match.end, 2).keys[:1], {}, device=promoted)
+    assert index.hold_device_prefix(lease, start, tokens, {})[1] == 3
+    assert [held.tolist() for held in lease.held] == [slots[:2].tolist(), promoted.tolist()]
+    assert lease.end.depth == 3
+    index.check_integrity()
     index.leases.release(lease)
     assert index.device.num_held == 0
 
@@ -118,7 +142,7 @@ def test_duplicates_of_a_lost_session_are_quarantined_too() -> None:
     commit(index, lost, slots, [1, 2])
     index.leases.lose(1, free_at=5.0)
     assert sorted(index.leases.owned_slots().tolist()) == slots.tolist()
-    assert (index.device.num_free, index.device.num_held) == (20, 2)
+    assert (index.device.num_free, index.device.num_held, index.leases.num_owned) == (20, 2, 2)
     index.leases.sweep(5.0)
     assert (index.device.num_free, index.leases.owned_slots().size) == (22, 0)
 

@@ -14,7 +14,7 @@ from lease_rules import LeaseRules
 from simulated_index import NUM_DEVICE, NUM_HOST, SimulatedIndex
 
 STEPS_PER_EXAMPLE = 100
-EXAMPLES = int(os.environ.get("KVTIER_INDEX_EXAMPLES", "210"))
+EXAMPLES = int(os.environ.get("KVTIER_INDEX_EXAMPLES", "360"))
 MIN_STEPS = 20_000
 
 

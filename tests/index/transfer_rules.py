@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from plain_model import Path
-from simulated_index import SimulatedIndex
+from simulated_index import NUM_HOST, SimulatedIndex
 from simulated_pool import Hold, SimulatedPool
 
 from kvtier.index import NO_SLOT, Cursor, PageRun
@@ -214,28 +214,35 @@ class TransferRules(SimulatedIndex):
     @rule(pick=picks, at_most=counts)
     def start_promotion(self, pick: int, at_most: int) -> None:
         ends = self.model.host_ends()
-        end = ends[pick % len(ends)]
-        match, paths, num_device = self.match(self.root(end[0]), end[:1], end)
-        device_held = self.device.hold(match.device_slots()[:num_device], paths[:num_device])
-        host_held = self.host.hold(match.host_slots()[num_device:], paths[num_device:])
-        target = self.allocate_device(min(at_most, len(host_held.paths)))
-        start, before = Cursor(match.end.node, num_device), (end[:1], *paths)[num_device]
-        rising = host_held.paths[: target.size]
-        self.in_flight.append(MoveUp(start, before, rising, device_held, host_held, target, to_device=True))
+        self.in_flight.append(self._take_promotion(ends[pick % len(ends)], at_most))
 
     @precondition(lambda self: self.model.redis - self.model.pages.keys() and self._may_start())
     @rule(pick=picks, at_most=counts)
     def start_fetch(self, pick: int, at_most: int) -> None:
         lacking = sorted(self.model.redis - self.model.pages.keys())
-        wanted: Path = lacking[pick % len(lacking)]
+        self.in_flight.append(self._take_fetch(lacking[pick % len(lacking)], at_most))
+
+    def bring_up(self, wanted: Path) -> None:
+        """Fetches and promotes at once what is known of a path."""
+        self._end_move_up(self._take_fetch(wanted, NUM_HOST), fails=False)
+        self._end_move_up(self._take_promotion(wanted, NUM_HOST), fails=False)
+
+    def _take_promotion(self, wanted: Path, at_most: int) -> MoveUp:
+        match, known, num_device = self.match(self.root(wanted[0]), wanted[:1], wanted)
+        device_held = self.device.hold(match.device_slots()[:num_device], known[:num_device])
+        host_held = self.host.hold(match.host_slots()[num_device:], known[num_device:])
+        target = self.allocate_device(min(at_most, len(host_held.paths)))
+        start, before = Cursor(match.end.node, num_device), (wanted[:1], *known)[num_device]
+        return MoveUp(start, before, host_held.paths[: target.size], device_held, host_held, target, to_device=True)
+
+    def _take_fetch(self, wanted: Path, at_most: int) -> MoveUp:
         match, known, num_device = self.match(self.root(wanted[0]), wanted[:1], wanted)
         device_held = self.device.hold(match.device_slots()[:num_device], known[:num_device])
         host_held = self.host.hold(match.host_slots()[num_device:], known[num_device:])
         before = (wanted[:1], *known)[-1]
         arriving = self.model.stored_behind(before, wanted)
         target = self._allocate_host(min(at_most, len(arriving)))
-        arriving = arriving[: target.size]
-        self.in_flight.append(MoveUp(match.end, before, arriving, device_held, host_held, target, to_device=False))
+        return MoveUp(match.end, before, arriving[: target.size], device_held, host_held, target, to_device=False)
 
     def _end_move_up(self, transfer: MoveUp, fails: bool) -> None:
         target_pool = self.device if transfer.to_device else self.host

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, plain_logits, random_tokens, tiny_model
+from scratch_pool import ScratchPool, pages_for, prefill
+from tiny_models import ARCHITECTURES, PAGE_SIZE, plain_logits, random_tokens, tiny_model
 
 from kvtier.pages.layout import PageFormat
-from kvtier.worker.batch import Chunk, PackedBatch, PagedKv
-from kvtier.worker.model import WorkerModel
+from kvtier.worker.batch import Chunk
 from kvtier.worker.options import PrefillAttends
 
-PAGE_SIZE = 16
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
 """Nothing but the order of fp32 sums differs; logits of these models reach from -10 to 10."""
-
-
-class Pool:
-    """Pages for the sequences of one test."""
-
-    def __init__(self, model: WorkerModel, page_format: PageFormat, attends: PrefillAttends) -> None:
-        layout = model.identity(page_format, PAGE_SIZE).layout
-        self.memory = np.full((64, layout.page_bytes), 0xAA, dtype=np.uint8)
-        self._model = model
-        self._pages = PagedKv.of(self.memory, layout)
-        self._attends = attends
-
-    def logits(self, *chunks: Chunk) -> torch.Tensor:
-        """Logits behind the last token of every chunk."""
-        return self._model.forward(PackedBatch(chunks, self._pages, self._attends, self._model.dtype))
-
-
-def pages_for(num_tokens: int, first_page: int = 0) -> list[int]:
-    """Page numbers for a sequence, in an order that is not that of the pool."""
-    return [first_page + index for index in reversed(range(-(-num_tokens // PAGE_SIZE)))]
-
-
-def prefill(tokens: Sequence[int], pages: Sequence[int]) -> Chunk:
-    return Chunk(tokens, 0, pages, 0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_first_prefill_computes_what_plain_attention_computes(architecture: str) -> None:
     model, tokens = tiny_model(architecture), random_tokens(90)
     for page_format in PageFormat:  # the first prefill attends to fresh values: the format does not matter
-        logits = Pool(model, page_format, PrefillAttends.FRESH).logits(prefill(tokens, pages_for(90)))
+        logits = ScratchPool(model, page_format, PrefillAttends.FRESH).logits(prefill(tokens, pages_for(90)))
         torch.testing.assert_close(logits[0], plain_logits(model, tokens)[-1], **EXACT)
 
 
@@ -56,9 +29,9 @@ def test_first_prefill_computes_what_plain_attention_computes(architecture: str)
 def test_quantized_prefill_equals_extend_and_decode(architecture: str, page_format: PageFormat) -> None:
     """However the tokens are cut into chunks, all of them see the values that pages give back."""
     model, tokens, pages = tiny_model(architecture), random_tokens(70), pages_for(70)
-    whole = Pool(model, page_format, PrefillAttends.QUANTIZED).logits(prefill(tokens, pages))
+    whole = ScratchPool(model, page_format, PrefillAttends.QUANTIZED).logits(prefill(tokens, pages))
     for cuts in ([0, 37, 70], [0, 16, 32, 69, 70], [0, 67, 68, 69, 70]):
-        pool = Pool(model, page_format, PrefillAttends.QUANTIZED)
+        pool = ScratchPool(model, page_format, PrefillAttends.QUANTIZED)
         for start, end in zip(cuts, cuts[1:], strict=False):
             logits = pool.logits(Chunk(tokens[start:end], start, pages, 0))
         torch.testing.assert_close(logits, whole, **EXACT)
@@ -66,8 +39,8 @@ def test_quantized_prefill_equals_extend_and_decode(architecture: str, page_form
 
 def test_quantized_differs_from_fresh_by_the_quantisation() -> None:
     model, tokens, pages = tiny_model("llama"), random_tokens(70), pages_for(70)
-    fresh = Pool(model, PageFormat.NVFP4, PrefillAttends.FRESH).logits(prefill(tokens, pages))
-    quantized = Pool(model, PageFormat.NVFP4, PrefillAttends.QUANTIZED).logits(prefill(tokens, pages))
+    fresh = ScratchPool(model, PageFormat.NVFP4, PrefillAttends.FRESH).logits(prefill(tokens, pages))
+    quantized = ScratchPool(model, PageFormat.NVFP4, PrefillAttends.QUANTIZED).logits(prefill(tokens, pages))
     assert (fresh - quantized).abs().max() > 0.1
 
 
@@ -76,7 +49,7 @@ def test_quantized_differs_from_fresh_by_the_quantisation() -> None:
 def test_packed_sequences_do_not_see_each_other(architecture: str, attends: PrefillAttends) -> None:
     """Two decodes, an extend and two first prefills in one row, against each of them alone."""
     model = tiny_model(architecture)
-    pool = Pool(model, PageFormat.NVFP4, attends)
+    pool = ScratchPool(model, PageFormat.NVFP4, attends)
     lengths = (40, 17, 50, 33, 1)
     sequences = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
     pages = [pages_for(length, 8 * index) for index, length in enumerate(lengths)]
@@ -92,7 +65,7 @@ def test_packed_sequences_do_not_see_each_other(architecture: str, attends: Pref
 @pytest.mark.parametrize("page_format", PageFormat)
 def test_last_token_of_a_matched_prompt_is_read_and_not_written(page_format: PageFormat) -> None:
     model, tokens, pages = tiny_model("qwen3"), random_tokens(2 * PAGE_SIZE), pages_for(2 * PAGE_SIZE)
-    pool = Pool(model, page_format, PrefillAttends.QUANTIZED)
+    pool = ScratchPool(model, page_format, PrefillAttends.QUANTIZED)
     whole = pool.logits(prefill(tokens, pages))
     before = pool.memory.copy()
     again = pool.logits(Chunk(tokens[-1:], len(tokens) - 1, pages, first_written=len(tokens)))
@@ -102,7 +75,7 @@ def test_last_token_of_a_matched_prompt_is_read_and_not_written(page_format: Pag
 
 def test_writes_its_own_slots_and_nothing_else() -> None:
     model = tiny_model("llama")
-    pool = Pool(model, PageFormat.BF16, PrefillAttends.FRESH)
+    pool = ScratchPool(model, PageFormat.BF16, PrefillAttends.FRESH)
     pool.logits(Chunk(random_tokens(PAGE_SIZE), 0, [3], 0), Chunk(random_tokens(PAGE_SIZE), 0, [5], 0))
     touched = [page for page in range(64) if (pool.memory[page] != 0xAA).any()]
     assert touched == [3, 5]

@@ -24,6 +24,7 @@ from kvtier.worker.attention import ATTENTION_NAME
 from kvtier.worker.model import WorkerModel, prepare_model
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3")
+PAGE_SIZE = 16
 VOCAB_SIZE = 199
 MAX_TOKENS = 512
 SLIDING_WINDOW = 24

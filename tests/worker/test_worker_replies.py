@@ -1,0 +1,151 @@
+"""Replies of a worker on a real daemon are the model's own, whatever is cached and however requests are batched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import StartWorker
+from scratch_pool import BF16_BOUND, assert_greedy, assert_same_reply
+from tiny_models import ARCHITECTURES, PAGE_SIZE, random_tokens, tiny_model
+from transformers import PreTrainedModel
+
+from kvtier.pages.layout import PageFormat
+from kvtier.worker import FinishReason, PrefillAttends, Request, Sampling
+from kvtier.worker.attention import ATTENTION_NAME
+
+QUANTIZED = PrefillAttends.QUANTIZED
+
+
+def generate_plainly(module: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """What transformers generate greedily by themselves."""
+    module.set_attn_implementation("eager")
+    tokens = torch.tensor([prompt])
+    generated = module.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_tokens, do_sample=False
+    )
+    module.set_attn_implementation(ATTENTION_NAME)
+    return generated[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bf16_replies_are_those_of_transformers(start_worker: StartWorker, architecture: str) -> None:
+    model = tiny_model(architecture)
+    worker = start_worker(architecture)
+    for seed, num_tokens in enumerate((90, 16, 33)):
+        prompt = random_tokens(num_tokens, seed)
+        reply = worker.generate(Request("plain", prompt, 40))
+        assert reply.finish_reason is FinishReason.LENGTH
+        assert_greedy(model, prompt, reply.tokens, BF16_BOUND)
+        again = worker.generate(Request("plain", prompt, 40))
+        assert again.statistics.found.device == num_tokens // PAGE_SIZE * PAGE_SIZE
+        assert_greedy(model, prompt, again.tokens, BF16_BOUND)
+    prompt = random_tokens(50, seed=9)  # whose top two logits lie further apart than the bound at every step
+    assert list(worker.generate(Request("plain", prompt, 12)).tokens) == generate_plainly(model.module, prompt, 12)
+
+
+@pytest.mark.parametrize("page_format", PageFormat)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cold_and_cached_prompts_get_the_same_reply(
+    start_worker: StartWorker, architecture: str, page_format: PageFormat
+) -> None:
+    """With prefill on quantised values, at page multiples and between them."""
+    worker = start_worker(architecture, page_format, QUANTIZED)
+    for num_tokens in (15, 16, 17, 64, 75):
+        request = Request("cached", random_tokens(num_tokens, seed=num_tokens), 24)
+        cold, cached = worker.generate(request), worker.generate(request)
+        assert (cold.statistics.found.total, cold.statistics.computed_tokens) == (0, num_tokens)
+        whole_pages = num_tokens // PAGE_SIZE * PAGE_SIZE
+        assert cached.statistics.found == (whole_pages, 0, 0)
+        assert cached.statistics.computed_tokens == max(1, num_tokens - whole_pages)
+        assert_same_reply(tiny_model(architecture), page_format, request.prompt, cold.tokens, cached.tokens)
+
+
+@pytest.mark.parametrize("page_format", PageFormat)
+def test_cached_replies_repeat_exactly(start_worker: StartWorker, page_format: PageFormat) -> None:
+    """With fresh prefill too: the same pages give the same tokens, run after run."""
+    worker = start_worker("qwen3", page_format)
+    request = Request("repeat", random_tokens(77), 30)
+    worker.generate(request)
+    assert len({worker.generate(request).tokens for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_conversation_extends_its_own_pages(start_worker: StartWorker, architecture: str) -> None:
+    """Each turn finds every whole page that the turns before it computed, replies included."""
+    worker = start_worker(architecture)
+    prompt = random_tokens(40)
+    for turn in range(4):
+        reply = worker.generate(Request("turns", prompt, 21))
+        computed_before = 0 if turn == 0 else len(prompt) - 8  # the last token of a reply is not computed
+        assert reply.statistics.found.device == computed_before // PAGE_SIZE * PAGE_SIZE
+        assert_greedy(tiny_model(architecture), prompt, reply.tokens, BF16_BOUND)
+        prompt = [*prompt, *reply.tokens, *random_tokens(7, seed=turn)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_together_or_one_at_a_time(start_worker: StartWorker, architecture: str) -> None:
+    """More requests than run at once, of many lengths; some share a prefix."""
+    model = tiny_model(architecture)
+    lengths = (5, 90, 16, 1, 60, 33, 47)
+    prompts = [random_tokens(length, seed=length) for length in lengths]
+    prompts.append([*prompts[1][:50], *random_tokens(20, seed=3)])
+
+    def requests(tenant: str) -> list[Request]:
+        return [Request(tenant, prompt, 10 + index * 3) for index, prompt in enumerate(prompts)]
+
+    worker = start_worker(architecture, PageFormat.NVFP4, QUANTIZED, max_sequences=4, step_tokens=48)
+    together = worker.run(requests("together"))
+    alone = [worker.generate(request) for request in requests("alone")]
+    for prompt, one, other in zip(prompts, together, alone, strict=True):
+        assert one.error is None
+        assert_same_reply(model, PageFormat.NVFP4, prompt, one.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_prompt_in_chunks_gets_the_same_reply(start_worker: StartWorker, architecture: str) -> None:
+    model, prompt = tiny_model(architecture), random_tokens(150)
+    replies = [
+        start_worker(architecture, PageFormat.NVFP4, QUANTIZED, step_tokens=step_tokens)
+        .generate(Request(f"chunks-of-{step_tokens}", prompt, 20))
+        .tokens
+        for step_tokens in (512, 64, 37, 9)
+    ]
+    for reply in replies[1:]:
+        assert_same_reply(model, PageFormat.NVFP4, prompt, replies[0], reply)
+
+
+def test_others_decode_while_a_long_prompt_is_computed(start_worker: StartWorker) -> None:
+    worker = start_worker(step_tokens=32)
+    short = worker.submit(Request("overlap", random_tokens(10), 30))
+    worker.step()
+    assert len(short.generated) == 1
+    long = worker.submit(Request("overlap", random_tokens(31 * 4, seed=1), 5))
+    for step in range(1, 5):
+        assert not long.generated
+        worker.step()
+        assert len(short.generated) == 1 + step
+    assert len(long.generated) == 1
+
+
+def test_a_stop_token_ends_the_reply(start_worker: StartWorker) -> None:
+    worker = start_worker()
+    prompt = random_tokens(20)
+    whole = worker.generate(Request("stop", prompt, 10)).tokens
+    stop = whole[4]
+    stopped = worker.generate(Request("stop", prompt, 10, frozenset({stop})))
+    assert stopped.tokens == whole[: whole.index(stop) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_sampling_follows_its_seed(start_worker: StartWorker) -> None:
+    worker = start_worker("llama", PageFormat.BF16, QUANTIZED)
+    prompt = random_tokens(20)
+
+    def sample(seed: int, beside: int) -> tuple[int, ...]:
+        sampling = Sampling(temperature=1.0, top_p=0.9, seed=seed)
+        requests = [Request("sample", prompt, 24, sampling=sampling)]
+        requests += [Request("sample", random_tokens(9, seed=other), 24) for other in range(beside)]
+        return worker.run(requests)[0].tokens
+
+    assert sample(1, beside=0) == sample(1, beside=0) == sample(1, beside=2)
+    assert len({sample(seed, beside=0) for seed in range(5)}) == 5
