@@ -37,8 +37,6 @@ def _default_address() -> str:
     return f"unix:{Config.load().socket}"
 
 
-_DEFAULT_ADDRESS = f"unix:{default_socket()}"
-
 Address = Annotated[
     str,
     typer.Option(

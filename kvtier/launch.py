@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.client import Client
+from kvtier.daemon.share import lock_owner
 from kvtier.errors import ConfigurationError, DaemonUnavailableError
+from kvtier.tiers.embedded import stop_embedded_redis
 
 _POLL_S = 0.05
 _START_S = 30.0
@@ -22,6 +24,7 @@ class DaemonProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
         self.process = process
+        self._socket = socket
         self.address = f"unix:{socket}"
         self.log = log
 
@@ -48,7 +51,8 @@ class DaemonProcess:
             if self.process.poll() is not None:
                 raise ConfigurationError(f"the daemon did not start: {self.log.read_text()[-2000:]}")
             with Client(self.address, timeout_s=1.0) as client, contextlib.suppress(DaemonUnavailableError):
-                if client.is_serving():
+                # Another daemon that serves on this socket answers too.
+                if client.is_serving() and lock_owner(self._socket) == self.process.pid:
                     return
             time.sleep(_POLL_S)
         raise DaemonUnavailableError(f"the daemon does not serve after {_START_S:.0f} s; its log is {self.log}")
@@ -66,10 +70,11 @@ class DaemonProcess:
 
 @contextlib.contextmanager
 def daemon_process(directory: Path, **settings: object) -> Iterator[DaemonProcess]:
-    """A daemon for the time of a block."""
+    """A daemon for the time of a block, and its embedded Redis, which would outlive it."""
     daemon = DaemonProcess.start(directory, **settings)
     try:
         yield daemon
     finally:
         if daemon.process.poll() is None:
             daemon.stop()
+        stop_embedded_redis(directory / "data")

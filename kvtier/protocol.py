@@ -76,5 +76,8 @@ def pages_from_bytes(data: bytes) -> SlotArray:
 
 
 def extra_keys_to_messages(extra_keys: Iterable[tuple[int, bytes]]) -> list[pb.ExtraKey]:
-    """Extra keys, given as (token position, digest), as they travel."""
-    return [pb.ExtraKey(token_position=position, digest=digest) for position, digest in extra_keys]
+    """Extra keys, given as (token position, digest), as they travel; raises `InvalidRequestError`."""
+    try:
+        return [pb.ExtraKey(token_position=position, digest=digest) for position, digest in extra_keys]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"extra_keys cannot be sent: {error}; give (token position, digest) pairs") from error

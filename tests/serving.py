@@ -1,4 +1,4 @@
-"""What tests of the daemon share: a small identity, settings of a small daemon, and pages whose bytes follow from their tokens.
+"""What tests of the daemon share: a small identity, settings of a small daemon, and pages with known bytes.
 
 async with running(small_config(directory)) as operator, await attach(directory) as session:
     tokens = some_tokens(3, seed=1)
@@ -14,12 +14,13 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
+import redis
 
 from kvtier.client import AsyncLease, AsyncSession
 from kvtier.config import Config
@@ -77,7 +78,7 @@ def some_tokens(num_pages: int, seed: int) -> Tokens:
 def true_images(
     identity: CacheIdentity, namespace: str, tokens: Tokens, extra_keys: list[tuple[int, bytes]] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """The bytes that tests write into the pages of a prompt: they follow from everything that the page's name depends on."""
+    """The bytes that tests write into the pages of a prompt: they follow from all that a page's name depends on."""
     size = identity.layout.page_size
     extras = extras_by_page(extra_keys or [], size)
     keys = chain_keys(root_key(identity.fingerprint, namespace), tokens.astype("<u4").tobytes(), size, extras)
@@ -93,7 +94,7 @@ async def store(
     extra_keys: list[tuple[int, bytes]] | None = None,
     wait_s: float = 0.0,
 ) -> AsyncLease:
-    """Acquires a prompt, writes and commits the pages that are missing, and releases; returns the lease, now released."""
+    """Acquires a prompt, writes and commits the pages that are missing, and releases; returns the ended lease."""
     size = session.identity.layout.page_size
     num_pages = tokens.size // size
     lease = await session.acquire(namespace, tokens, extra_keys=extra_keys or (), wait_s=wait_s)
@@ -141,6 +142,21 @@ def only_cache(operator: Operator) -> admin.CacheStatistics:
     """The figures of the only cache of a daemon, checked for integrity."""
     (cache,) = state_of(operator).caches
     return cache
+
+
+class Valkey(Protocol):
+    """What the fixture `valkey` gives."""
+
+    url: str
+    client: redis.Redis
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 @pytest.fixture

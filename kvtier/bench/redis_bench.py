@@ -26,6 +26,7 @@ from kvtier.tiers.redis import RedisTier
 _NAMESPACE = "bench"
 _REDIS_BYTES = 1 << 30
 _OPERATIONS = ("put", "get")
+_TINY_PAGE_BYTES = 256
 
 
 class Measured(NamedTuple):
@@ -47,14 +48,16 @@ def run(
 
     Returns, apart from one row a size in `sizes`: `put_gbps` and `get_gbps`, the rates at which one page of every size
     is moved; `bare_put_gbps` and `bare_get_gbps`; `put_of_bare` and `get_of_bare`, medians of the ratio within a round;
-    `client_cpu_s_per_gb` and `bare_cpu_s_per_gb`, processor time of puts and gets together.
+    `client_cpu_s_per_gb` and `bare_cpu_s_per_gb`, processor time of puts and gets together; `cpu_us_per_call` and
+    `bare_cpu_us_per_call`, what a page costs apart from its bytes, measured with tiny ones.
     """
+    sizes = [_TINY_PAGE_BYTES, *page_bytes]
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
         server = EmbeddedRedis.start(Path(directory), _REDIS_BYTES)
         try:
             samples = {
                 size: asyncio.run(_measure(server.url, size, rounds, round_s, num_connections, pages_in_flight))
-                for size in page_bytes
+                for size in sizes
             }
         finally:
             server.stop()
@@ -66,6 +69,9 @@ def run(
             report[name] = sum(page_bytes) / sum(size / rate for size, rate in zip(page_bytes, values, strict=True))
         elif name != "page_bytes":
             report[name] = statistics.mean(values)
+    tiny = _medians(samples[_TINY_PAGE_BYTES])
+    for name, prefix in (("client_cpu_s_per_gb", ""), ("bare_cpu_s_per_gb", "bare_")):
+        report[f"{prefix}cpu_us_per_call"] = tiny[name] * _TINY_PAGE_BYTES / 1000
     settings = {"rounds": rounds, "num_connections": num_connections, "pages_in_flight": pages_in_flight}
     return report | settings | {"sizes": rows}
 

@@ -50,6 +50,14 @@ class Promotion:
     is_counted: bool = False
 
 
+class _Missing(NamedTuple):
+    """What the tree knows of a prefix, how much of it is on the device, and the key of the first page that is not."""
+
+    known: Match
+    on_device: int
+    key: bytes
+
+
 class Promoter:
     """Promotions of one cache."""
 
@@ -79,27 +87,39 @@ class Promoter:
         """Promotes what is worth it; `guard` holds the device part of the prefix, and what comes to it."""
         if not promotion.is_counted:
             await self.count_in_redis(promotion)
-        wanted = promotion.wanted
-        while True:
-            known, on_device = self._index.hold_device_prefix(guard, wanted.start, wanted.tokens, wanted.extras)
-            if on_device >= max(known.num_pages, promotion.num_known):
-                return
-            key = self._key_at(wanted, known, on_device)
-            if (other := self._on_their_way.get(key)) is not None:
+        while (missing := self._first_missing(promotion, guard)) is not None:
+            if (other := self._on_their_way.get(missing.key)) is not None:
                 await other.wait()
                 continue
-            arrived = self._on_their_way[key] = asyncio.Event()
+            arrived = self._on_their_way[missing.key] = asyncio.Event()
             try:
                 async with self._turn:
-                    if on_device < known.num_pages:
-                        moved = await self._raise(wanted, known, on_device)
-                    else:
-                        moved = await self._fetch(wanted, known, promotion.num_known - on_device)
+                    moved = await self._move_batch(promotion, guard, missing.key)
             finally:
-                del self._on_their_way[key]
+                del self._on_their_way[missing.key]
                 arrived.set()
             if not moved:
                 return
+
+    def _first_missing(self, promotion: Promotion, guard: Lease) -> _Missing | None:
+        wanted = promotion.wanted
+        known, on_device = self._index.hold_device_prefix(guard, wanted.start, wanted.tokens, wanted.extras)
+        if on_device >= max(known.num_pages, promotion.num_known):
+            return None
+        return _Missing(known, on_device, self._key_at(wanted, known, on_device))
+
+    async def _move_batch(self, promotion: Promotion, guard: Lease, key: bytes) -> bool:
+        """Moves the batch that begins with page `key` one tier up, if that is what is missing still.
+
+        Returns whether going on makes sense.
+        """
+        missing = self._first_missing(promotion, guard)
+        if missing is None or missing.key != key:
+            return True
+        known, on_device = missing.known, missing.on_device
+        if on_device < known.num_pages:
+            return await self._raise(promotion.wanted, known, on_device) > 0
+        return await self._fetch(promotion.wanted, known, promotion.num_known - on_device) > 0
 
     async def _raise(self, wanted: Wanted, known: Match, on_device: int) -> int:
         """Host to device: a batch of the known pages behind the first `on_device`."""

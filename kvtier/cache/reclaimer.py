@@ -80,13 +80,15 @@ class Reclaimer:
             self._index.host.hold(slots)
         for run in runs:
             copies += [await self.copy_to_host(stretch) for stretch in stretches(run, run.host == NO_SLOT)]
-        freed = 0
+        freed, num_known = 0, self._index.tree.num_pages
         for run in runs:
             self._index.device.release(run.device)
             freed += self._index.drop_device(run)
         for slots in copies:
             self._index.host.release(slots)
-        self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(freed)
+        dropped = num_known - self._index.tree.num_pages  # host memory had no room for them
+        self._metrics.evictions.labels(Tier.DEVICE, "dropped").inc(dropped)
+        self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(freed - dropped)
         return freed
 
     async def copy_to_host(self, run: PageRun) -> SlotArray:

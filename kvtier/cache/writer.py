@@ -19,7 +19,7 @@ from kvtier.index import NO_SLOT, Cursor, PageIndex, PageRun
 from kvtier.metrics import Metrics
 
 _BATCH_PAGES = 32
-_MAX_QUEUED_SHARE = 4  # of the device pool's pages at most a quarter waits to be written, and is held meanwhile
+_MAX_QUEUED_SHARE = 2  # of the device pool at most half waits to be written, and is held meanwhile
 
 
 class WritePolicy(StrEnum):
@@ -97,10 +97,11 @@ class Writer:
         """Writes what is queued, for ever."""
         while True:
             await self._work.wait()
-            while self._queue:
-                async with self.turn:
+            async with self.turn:
+                if self._queue:
                     await self._write_next()
-            self._work.clear()
+                else:
+                    self._work.clear()
 
     async def _write_next(self) -> None:
         run = self._queue.popleft()

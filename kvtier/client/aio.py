@@ -166,8 +166,8 @@ class AsyncSession:
         """Ends the session and its leases."""
         if self._keeper is not None:
             self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+            # Gathered, so that a cancellation of whoever closes is not taken for the keeper's.
+            await asyncio.gather(self._keeper, return_exceptions=True)
         await self._disconnect()
 
     async def __aenter__(self) -> AsyncSession:

@@ -34,7 +34,7 @@ from kvtier.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.5
-_STOP_GRACE_S = 2.0
+_STOP_GRACE_S = 0.5
 
 CACHE_SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
@@ -65,6 +65,7 @@ async def running(config: Config) -> AsyncIterator[Operator]:
         stack.push_async_callback(registry.close)
         stack.push_async_callback(supervisor.stop)
         sessions = Sessions(uuid.uuid4().hex, config, registry, metrics)
+        stack.push_async_callback(sessions.close)
         operator = Operator(sessions, redis)
         metrics.add_gauges(operator.gauges)
         _serve_metrics(config, metrics, stack)

@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
+
 from kvtier.cache import PrefixCache, Wait
 from kvtier.config import Config
 from kvtier.daemon.registry import CacheRegistry
@@ -37,6 +39,7 @@ class Sessions:
         self.draining = False
         self.num_open = 0
         self._ids = itertools.count(1)
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def serve(
         self, requests: AsyncIterator[pb.SessionRequest], write: Callable[[pb.SessionResponse], Awaitable[None]]
@@ -47,8 +50,20 @@ class Sessions:
         try:
             await session.serve(requests)
         finally:
-            self.num_open -= 1
-            session.end()
+            # NOTE: In a task of its own, because gRPC cancels this one when the worker goes, at times twice.
+            ending = asyncio.create_task(self._end(session))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def _end(self, session: Session) -> None:
+        await session.end()
+        self.num_open -= 1
+
+    async def close(self) -> None:
+        """Returns when all sessions whose streams have ended are over."""
+        if self._ending:
+            await asyncio.wait(self._ending)
 
 
 class Session:
@@ -82,12 +97,6 @@ class Session:
                     limit.reschedule(clock() + silence_s)
         except TimeoutError:
             _log.warning("session %d sent nothing for %.0f s; ending it", self.session_id, silence_s)
-        finally:
-            # NOTE: What is under way may hold pages for this session; its leases end only after it. Nobody waits for
-            # pages of lower tiers any more.
-            self._ended.set_result(None)
-            if self._running:
-                await asyncio.wait(self._running)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -104,12 +113,16 @@ class Session:
                 getattr(response, kind).CopyFrom(await handle(self, getattr(request, kind)))
         except KvtierError as error:
             response.error.CopyFrom(pb.SessionError(code=error.status, kind=type(error).__name__, message=str(error)))
-        with contextlib.suppress(ConnectionError, asyncio.InvalidStateError):
+        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):  # the worker has gone
             async with self._write_turn:
                 await self._write(response)
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Ends the session's leases; pages it could write are free after the grace time."""
+        self._ended.set_result(None)
+        # NOTE: What is under way may hold pages for this session, so its leases end only after it.
+        if self._running:
+            await asyncio.wait(self._running)
         if self._cache is None:
             return
         free_at = time.monotonic() + self._sessions.config.grace_s

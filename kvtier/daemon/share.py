@@ -25,16 +25,15 @@ class SocketLock:
         self._socket = socket
         try:
             socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._descriptor = os.open(socket.with_name(socket.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            self._descriptor = os.open(_lock_path(socket), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigurationError(f"cannot use {socket} ({error.strerror}); choose another --socket") from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
             raise ConfigurationError(
-                f"a daemon (process {owner}) serves on {socket} already; stop it, or choose another --socket"
+                f"a daemon (process {lock_owner(socket)}) serves on {socket} already; stop it, or choose another --socket"
             ) from error
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -45,6 +44,17 @@ class SocketLock:
         """Removes the socket and gives the lock up."""
         self._socket.unlink(missing_ok=True)
         os.close(self._descriptor)
+
+
+def _lock_path(socket: Path) -> Path:
+    return socket.with_name(socket.name + ".lock")
+
+
+def lock_owner(socket: Path) -> int | None:
+    """The process that took the lock of a socket last; None when none has."""
+    path = _lock_path(socket)
+    text = path.read_text() if path.is_file() else ""
+    return int(text) if text else None
 
 
 def claim_pool_prefix(socket: Path) -> str:

@@ -13,7 +13,7 @@ from kvtier.demo.baseline import cold_first_token_s
 from kvtier.demo.script import SYSTEM_PROMPT, VISITORS
 from kvtier.worker import Conversation, Request, Worker, WorkerModel
 
-MAX_REPLY_TOKENS = 48
+MAX_REPLY_TOKENS = 32
 
 
 class Turn(NamedTuple):
@@ -55,7 +55,8 @@ def hold_conversations(
         conversation = conversations[visitor.name]
         prompt = conversation.ask(visitor.questions[index])
         cold_s = cold_first_token_s(model, prompt)
-        reply = worker.generate(Request(visitor.tenant, prompt, MAX_REPLY_TOKENS, conversation.stop_tokens))
+        stop_tokens = conversation.stop_tokens | _sentence_end(tokenizer)
+        reply = worker.generate(Request(visitor.tenant, prompt, MAX_REPLY_TOKENS, stop_tokens))
         earlier = (tokens for tenant, tokens in computed if tenant == visitor.tenant)
         longest = max((_common_prefix(prompt, tokens) for tokens in earlier), default=0)
         computed.append((visitor.tenant, (*prompt, *reply.tokens[:-1])))
@@ -72,6 +73,11 @@ def hold_conversations(
             question=visitor.questions[index],
             reply=conversation.add_reply(reply.tokens),
         )
+
+
+def _sentence_end(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The full stop: small models are at their best in the first sentence of a reply."""
+    return frozenset(tokenizer(".", add_special_tokens=False)["input_ids"][-1:])
 
 
 def longest_conversation(tokenizer: PreTrainedTokenizerBase) -> int:

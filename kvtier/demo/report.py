@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kvtier.client import TokensByTier
 from kvtier.demo.conversation import Turn
 
 _MILLISECONDS = 1000
@@ -36,7 +37,7 @@ def turns_table(turns: Sequence[Turn], title: str) -> Table:
 
 def totals(turns: Sequence[Turn], transferred: Mapping[str, int]) -> dict[str, Any]:
     """Sums over all turns. Times to first token are compared where a cached prefix was there to be found."""
-    found = {tier: sum(turn.found._asdict()[tier] for turn in turns) for tier in ("device", "host", "redis")}
+    found = {tier: sum(turn.found._asdict()[tier] for turn in turns) for tier in TokensByTier._fields}
     asked = sum(turn.prompt_tokens for turn in turns)
     hits = [turn for turn in turns if turn.expected_tokens]
     warm_s = sum(turn.first_token_s for turn in hits) / len(hits)
@@ -70,3 +71,14 @@ def totals_lines(figures: Mapping[str, Any]) -> list[str]:
 def as_json(turns: Sequence[Turn], figures: Mapping[str, Any]) -> dict[str, Any]:
     """Everything, as one document."""
     return {"turns": [{**turn._asdict(), "found": turn.found._asdict()} for turn in turns], "totals": dict(figures)}
+
+
+def faults(turns: Sequence[Turn]) -> list[str]:
+    """What should have been found and was not, and the tiers that took no part."""
+    missed = [
+        f"{turn.visitor}'s turn {turn.number} found {turn.found.total} tokens of {turn.expected_tokens} computed before"
+        for turn in turns
+        if turn.is_missed
+    ]
+    unused = [tier for tier in TokensByTier._fields if not any(turn.found._asdict()[tier] for turn in turns)]
+    return missed + [f"no page ever came from {tier}" for tier in unused]

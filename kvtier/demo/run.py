@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvtier.demo.conversation import Turn, hold_conversations, longest_conversation
-from kvtier.demo.report import as_json, totals, totals_lines, turns_table
+from kvtier.demo.report import as_json, faults, totals, totals_lines, turns_table
 from kvtier.demo.transfers import free_metrics_address, transferred_bytes
 from kvtier.launch import daemon_process
 from kvtier.pages.layout import PageFormat
@@ -35,12 +35,13 @@ def run_demo(model_directory: Path, page_format: PageFormat, print_json: bool) -
     figures = totals(turns, transferred)
     if print_json:
         print(json.dumps(as_json(turns, figures), indent=2))
+    console.print()
     for line in totals_lines(figures):
         console.print(line, highlight=False)
-    faults = _faults(turns)
-    for fault in faults:
-        console.print(f"[red]{fault}[/red]")
-    return not faults
+    found_faults = faults(turns)
+    for fault in found_faults:
+        console.print(fault, style="red", highlight=False)
+    return not found_faults
 
 
 def _run(
@@ -72,18 +73,3 @@ def _run(
                 turns.append(turn)
                 live.update(turns_table(turns, title))
             return turns, transferred_bytes(metrics)
-
-
-def _faults(turns: list[Turn]) -> list[str]:
-    """What should have been found and was not."""
-    faults = [
-        f"turn {turn.number} of {turn.visitor} found {turn.found.total} tokens of {turn.expected_tokens} computed before"
-        for turn in turns
-        if turn.is_missed
-    ]
-    faults += [
-        f"no page ever came from {tier}"
-        for tier in ("device", "host", "redis")
-        if not any(turn.found._asdict()[tier] for turn in turns)
-    ]
-    return faults

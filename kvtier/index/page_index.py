@@ -225,6 +225,7 @@ class PageIndex:
         memory follow it. A page without any other copy leaves the tree.
         """
         freed = 0
+        # NOTE: Where a page stays, its node counts among the parent's `device_children`: nothing above it goes.
         for node, first, last in reversed(self.tree.path(run.cursor, run.first_page)):
             if node.device_children or node.num_device != last:
                 break
@@ -238,8 +239,6 @@ class PageIndex:
             if lone:
                 self._trim(node, last - lone)
             freed += num_pages
-            if num_pages < last - first:
-                break
         return freed
 
     def drop_host(self, run: PageRun) -> int:
@@ -254,8 +253,6 @@ class PageIndex:
             self._trim(node, last - num_pages)
             self._enqueue(node)
             freed += num_pages
-            if node.num_pages:
-                break
         return freed
 
     def remove_namespace(self, namespace: str) -> Removed:

@@ -45,7 +45,7 @@ class Attempt:
 class Breaker:
     """Opens after `failures_to_open` failures in a row and lets one attempt through every `cool_down_s` seconds.
 
-    For one thread, the event loop's.
+    For one thread, the event loop's. `last_error` says what was seen when an attempt last failed, and stays after that.
 
     Args:
         server: its address without credentials, for messages.

@@ -71,12 +71,17 @@ class EmbeddedRedis:
 
     def stop(self) -> None:
         """Ends the server, and its pages with it. Does nothing when it has ended."""
-        socket_path = _socket_path(self.directory)
-        with _locked(self.directory):
-            if _answers(socket_path):
-                with _client(socket_path) as client:
-                    client.shutdown(nosave=True, now=True)
-                _wait_for(socket_path, answering=False, timeout_s=_STOP_TIMEOUT_S)
+        stop_embedded_redis(self.directory)
+
+
+def stop_embedded_redis(directory: Path) -> None:
+    """Ends the server that runs in `directory`, and its pages with it. Does nothing when none does."""
+    socket_path = _socket_path(directory)
+    with _locked(directory):
+        if _answers(socket_path):
+            with _client(socket_path) as client:
+                client.shutdown(nosave=True, now=True)
+            _wait_for(socket_path, answering=False, timeout_s=_STOP_TIMEOUT_S)
 
 
 def _socket_path(directory: Path) -> Path:

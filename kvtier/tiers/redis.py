@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import redis
 from redis.cluster import RedisCluster
+from redis.exceptions import InvalidResponse
 
 from kvtier.errors import CorruptPageError, RedisFullError, RedisUnavailableError
 from kvtier.pages.chain import check_namespace
@@ -94,7 +95,8 @@ class RedisTier:
         def write(client: RedisClient, call: Call) -> None:
             with call:
                 header = encode_header(name, image)
-            client.execute_command("SET", key, StoredPage(header, image), *expiry)
+            if client.execute_command("SET", key, StoredPage(header, image), *expiry) is not True:
+                raise InvalidResponse("SET was answered by something else than OK")
 
         await self._caller.call(write, sends=image)
 

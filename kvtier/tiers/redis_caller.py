@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from kvtier.errors import KvtierError, RedisFullError, RedisUnavailableError
 from kvtier.tiers.breaker import Attempt, Breaker
 from kvtier.tiers.redis_call import Call, DeadlinePassedError
-from kvtier.tiers.redis_url import RedisClient, RedisTarget
+from kvtier.tiers.redis_url import RedisClient, RedisTarget, disconnect
 from kvtier.tiers.workers import Gate, Job, Workers
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class RedisCaller:
             call.give_up()
         client, self._client = self._client, None
         if client is not None:
-            client.close()
+            disconnect(client)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._idle.wait()
@@ -134,10 +134,8 @@ class RedisCaller:
         self._idle.clear()
         job = workers.submit(functools.partial(call.on_this_thread, functools.partial(self._with_client, work)))
         try:
-            await job.wait(self._timeout_s)
+            await _until_let_go(job, call, self._timeout_s)
         finally:
-            if not job.is_done and not call.give_up():
-                await _finish(job)
             self._under_way.remove(call)
             if not self._under_way:
                 self._idle.set()
@@ -181,6 +179,15 @@ class RedisCaller:
 
     def _closed_error(self) -> RedisUnavailableError:
         return RedisUnavailableError(f"the connection to {self._target.address} was closed")
+
+
+async def _until_let_go(job: Job[T], call: Call, timeout_s: float) -> None:
+    """Returns when `job` is done, or at the deadline, or on cancellation; but never while a thread touches the page."""
+    try:
+        await job.wait(timeout_s)
+    finally:
+        if not job.is_done and not call.give_up():
+            await _finish(job)
 
 
 async def _finish(job: Job[T]) -> None:

@@ -63,6 +63,7 @@ class RedisTarget:
         address: the URL without credentials and options, for people.
         secrets: passwords, which no message may show.
         connect: makes the client. Only for a cluster does it talk to a server: it asks a node for the slots.
+            `disconnect` is its counterpart.
     """
 
     address: str
@@ -89,6 +90,7 @@ def parse_redis_url(url: str, *, timeout_s: float, max_connections: int) -> Redi
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "max_connections": max_connections,
+        "protocol": 2,  # the pool too has to know
         # One fresh connection for a stale one. NOTE: a call that ran out of time is not among these errors.
         "retry": Retry(NoBackoff(), 1, (RedisConnectionError,)),
     }
@@ -172,6 +174,14 @@ def _cluster(parts: SplitResult, is_tls: bool, settings: Settings) -> _Made:
         )
 
     return ",".join(map(str, addresses)), connect
+
+
+def disconnect(client: RedisClient) -> None:
+    """Ends all connections of `client`, those in use as well."""
+    if isinstance(client, RedisCluster):
+        client.disconnect_connection_pools()
+    else:
+        client.connection_pool.disconnect()
 
 
 def _options(parts: SplitResult, is_tls: bool) -> Settings:

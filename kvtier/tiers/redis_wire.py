@@ -141,6 +141,8 @@ class PageParser(BaseParser):
             self._start = part_end
             if len(line) > len(self._buffer):
                 raise InvalidResponse("a line of a reply has no end")
+        if not line.endswith(b"\r\n"):
+            raise InvalidResponse(f"a reply has the line {line[:20]!r}, which is not RESP2")
         return line[:-2]
 
     def _read_bytes(self, length: int) -> bytes:
@@ -220,8 +222,10 @@ class _PageConnection(AbstractConnection):
         try:
             with call:
                 for piece in command:
-                    sock.settimeout(call.remaining_s())
-                    sock.sendall(piece)
+                    unsent = memoryview(piece)
+                    while unsent:  # not sendall, which over TLS gives every record the whole time anew
+                        sock.settimeout(call.remaining_s())
+                        unsent = unsent[sock.send(unsent) :]
         except TimeoutError:
             self.disconnect()
             raise DeadlinePassedError from None

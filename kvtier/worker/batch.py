@@ -138,7 +138,7 @@ class PackedBatch:
 
 
 class _PrefillRows(NamedTuple):
-    """Where a prefill lies: `rows` in the packed row; `seen` (all its tokens) and `own` (the new ones) in the workspace."""
+    """A prefill: its `rows` of the packed row; in the workspace, all its tokens (`seen`) and the new ones (`own`)."""
 
     rows: slice
     seen: slice

@@ -19,11 +19,13 @@ def connect_worker(
     page_format: PageFormat = PageFormat.NVFP4,
     page_size: int = 64,
     options: WorkerOptions = DEFAULT_OPTIONS,
+    timeout_s: float = 10.0,
 ) -> Iterator[Worker]:
     """A worker attached to the daemon at `address`; its leases end with the `with` block.
 
+    `timeout_s` is the deadline of every call to the daemon, beside the wait for pages of lower tiers.
     Raises `DaemonUnavailableError` when no daemon answers there.
     """
     identity = model.identity(page_format, page_size, options.prefill_attends)
-    with connect(address, identity) as session:
+    with connect(address, identity, timeout_s=timeout_s) as session:
         yield Worker(session, model, identity.layout, options)

@@ -9,7 +9,10 @@ from kvtier.errors import InvalidRequestError
 
 
 class PrefillAttends(StrEnum):
-    """What a prefill sees of the tokens that it computes itself."""
+    """What a prefill sees of the tokens that it computes itself; of those before, it sees what pages give back.
+
+    A long prompt is several prefills, so with `FRESH` its reply depends a little on where it was cut.
+    """
 
     FRESH = "fresh"  # K and V as they are: the most exact first reply
     QUANTIZED = "quantized"  # K and V as pages give them back: a cold prompt and a cached one reply the same

@@ -95,76 +95,80 @@ def extra(*digests: bytes) -> list[pb.ExtraKey]:
     return [pb.ExtraKey(token_position=0, digest=digest) for digest in digests]
 
 
-SESSION_CASES: dict[str, tuple[Callable[[Scene], dict[str, Any]], int, str, str]] = {
-    "empty": (lambda _: {}, INVALID, "InvalidRequestError", "empty, or of a newer release; update the daemon"),
-    "attach twice": (
+class Refusal(NamedTuple):
+    """A request, and how it is refused."""
+
+    request: Any
+    code: int
+    kind: str
+    advice: str
+
+
+def invalid(request: object, advice: str) -> Refusal:
+    return Refusal(request, INVALID, "InvalidRequestError", advice)
+
+
+def unknown(request: object, advice: str) -> Refusal:
+    return Refusal(request, NOT_FOUND, "LeaseUnknownError", advice)
+
+
+def full(request: object, advice: str) -> Refusal:
+    return Refusal(request, EXHAUSTED, "CacheFullError", advice)
+
+
+SESSION_CASES: dict[str, Refusal] = {
+    "empty": invalid(lambda _: {}, "empty, or of a newer release; update the daemon"),
+    "attach twice": Refusal(
         lambda _: {"attach": pb.AttachRequest(identity=identity_to_message(IDENTITY))},
-        PRECONDITION, "NotAttachedError", "open another session",
+        PRECONDITION,
+        "NotAttachedError",
+        "open another session",
     ),
-    "no namespace": (acquire(namespace=""), INVALID, "InvalidRequestError", "name the tenant with 1 to 64 letters"),
-    "namespace with a colon": (acquire(namespace="a:b"), INVALID, "InvalidRequestError", "'a:b' is not valid"),
-    "namespace too long": (acquire(namespace="n" * 65), INVALID, "InvalidRequestError", "1 to 64 letters"),
-    "half a token": (acquire(tokens=TOKENS[:-1]), INVALID, "InvalidRequestError", "255 bytes; send little-endian uint32"),
-    "token beyond": (
-        acquire(tokens=ONE_PAGE + BEYOND), INVALID, "InvalidRequestError",
+    "no namespace": invalid(acquire(namespace=""), "name the tenant with 1 to 64 letters"),
+    "namespace with a colon": invalid(acquire(namespace="a:b"), "'a:b' is not valid"),
+    "namespace too long": invalid(acquire(namespace="n" * 65), "1 to 64 letters"),
+    "half a token": invalid(acquire(tokens=TOKENS[:-1]), "255 bytes; send little-endian uint32"),
+    "token beyond": invalid(
+        acquire(tokens=ONE_PAGE + BEYOND),
         "token 1000 at position 16 is not below the vocabulary size 1000; attach with the model's own",
     ),
-    "extra key of 0 bytes": (acquire(extra_keys=extra(b"")), INVALID, "InvalidRequestError", "send a digest of 1 to 32"),
-    "extra key of 33 bytes": (acquire(extra_keys=extra(b"x" * 33)), INVALID, "InvalidRequestError", "has 33 bytes"),
-    "wait too long": (acquire(wait_ms=60_001), INVALID, "InvalidRequestError", "wait at most 60000"),
-    "rate below none": (acquire(prefill_tokens_per_second=-1.0), INVALID, "InvalidRequestError", "0 when unknown"),
-    "rate not a number": (
-        acquire(prefill_tokens_per_second=float("nan")), INVALID, "InvalidRequestError", "0 when unknown",
-    ),
-    "reserve over the pool": (
-        acquire(tokens=TOKENS, reserve_pages=65), EXHAUSTED, "CacheFullError",
+    "extra key of 0 bytes": invalid(acquire(extra_keys=extra(b"")), "send a digest of 1 to 32"),
+    "extra key of 33 bytes": invalid(acquire(extra_keys=extra(b"x" * 33)), "has 33 bytes"),
+    "wait too long": invalid(acquire(wait_ms=60_001), "wait at most 60000"),
+    "rate below none": invalid(acquire(prefill_tokens_per_second=-1.0), "0 when unknown"),
+    "rate not a number": invalid(acquire(prefill_tokens_per_second=float("nan")), "0 when unknown"),
+    "reserve over the pool": full(
+        acquire(tokens=TOKENS, reserve_pages=65),
         "65 pages asked, but leases, pins and transfers hold 6 of the 64 on the device; release leases",
     ),
-    "reserve over what is left": (acquire(reserve_pages=59), EXHAUSTED, "CacheFullError", "hold 6 of the 64"),
-    "foreign parent": (acquire_behind("foreign_id"), NOT_FOUND, "LeaseUnknownError", "not one of this session's"),
-    "released parent": (acquire_behind("released_id"), NOT_FOUND, "LeaseUnknownError", "released or never acquired"),
-    "parent elsewhere": (
-        acquire_behind("lease_id", "other"), INVALID, "InvalidRequestError", "a sequence stays in its namespace",
+    "reserve over what is left": full(acquire(reserve_pages=59), "hold 6 of the 64"),
+    "foreign parent": unknown(acquire_behind("foreign_id"), "not one of this session's"),
+    "released parent": unknown(acquire_behind("released_id"), "released or never acquired"),
+    "parent elsewhere": invalid(acquire_behind("lease_id", "other"), "a sequence stays in its namespace"),
+    "extend foreign": unknown(extend("foreign_id"), "not one of this session's"),
+    "extend released": unknown(extend("released_id"), "was released"),
+    "extend over the pool": full(extend("lease_id", 2**32 - 1), "ask for fewer pages"),
+    "commit foreign": unknown(commit(which="foreign_id"), "not one of this session's"),
+    "commit released": unknown(commit(which="released_id"), "was released"),
+    "commit nothing": invalid(commit(b"", lambda _: b""), "0 tokens do not fill 0 pages of 16; commit one or more"),
+    "commit half a token": invalid(commit(ONE_PAGE[:-2]), "62 bytes; send little-endian uint32"),
+    "commit half a page number": invalid(commit(pages=lambda s: u4(s.reserved[0])[:3]), "pages has 3 bytes"),
+    "commit short of a page": invalid(commit(ONE_PAGE[:-4]), "15 tokens do not fill 1 pages of 16"),
+    "commit pages short": invalid(commit(TOKENS), "64 tokens do not fill 1 pages of 16"),
+    "commit token beyond": invalid(commit(BEYOND), "token 1000 at position 0"),
+    "commit a page never reserved": invalid(commit(pages=lambda _: u4(63)), "[63] are not reserved by lease"),
+    "commit a page of another lease": invalid(
+        commit(pages=lambda s: u4(s.foreign_page)), "only pages that Acquire or Extend gave you"
     ),
-    "extend foreign": (extend("foreign_id"), NOT_FOUND, "LeaseUnknownError", "not one of this session's"),
-    "extend released": (extend("released_id"), NOT_FOUND, "LeaseUnknownError", "was released"),
-    "extend over the pool": (extend("lease_id", 2**32 - 1), EXHAUSTED, "CacheFullError", "ask for fewer pages"),
-    "commit foreign": (commit(which="foreign_id"), NOT_FOUND, "LeaseUnknownError", "not one of this session's"),
-    "commit released": (commit(which="released_id"), NOT_FOUND, "LeaseUnknownError", "was released"),
-    "commit nothing": (
-        commit(b"", lambda _: b""), INVALID, "InvalidRequestError", "0 tokens do not fill 0 pages of 16; commit one or more",
+    "commit a page beyond the pool": invalid(commit(pages=lambda _: u4(2**32 - 1)), "are not reserved by lease"),
+    "commit a page twice": invalid(
+        commit(TOKENS[: 8 * PAGE_SIZE], lambda s: u4(s.reserved[0], s.reserved[0])), "names a page twice"
     ),
-    "commit half a token": (commit(ONE_PAGE[:-2]), INVALID, "InvalidRequestError", "62 bytes; send little-endian uint32"),
-    "commit half a page number": (
-        commit(pages=lambda s: u4(s.reserved[0])[:3]), INVALID, "InvalidRequestError", "pages has 3 bytes",
-    ),
-    "commit short of a page": (commit(ONE_PAGE[:-4]), INVALID, "InvalidRequestError", "15 tokens do not fill 1 pages of 16"),
-    "commit pages short": (commit(TOKENS), INVALID, "InvalidRequestError", "64 tokens do not fill 1 pages of 16"),
-    "commit token beyond": (commit(BEYOND), INVALID, "InvalidRequestError", "token 1000 at position 0"),
-    "commit a page never reserved": (
-        commit(pages=lambda _: u4(63)), INVALID, "InvalidRequestError", "[63] are not reserved by lease",
-    ),
-    "commit a page of another lease": (
-        commit(pages=lambda s: u4(s.foreign_page)), INVALID, "InvalidRequestError", "only pages that Acquire or Extend gave you",
-    ),
-    "commit a page beyond the pool": (
-        commit(pages=lambda _: u4(2**32 - 1)), INVALID, "InvalidRequestError", "are not reserved by lease",
-    ),
-    "commit a page twice": (
-        commit(TOKENS[: 8 * PAGE_SIZE], lambda s: u4(s.reserved[0], s.reserved[0])),
-        INVALID, "InvalidRequestError", "names a page twice",
-    ),
-    "commit with an extra key of 0 bytes": (
-        commit(extra_keys=extra(b"")), INVALID, "InvalidRequestError", "send a digest of 1 to 32",
-    ),
-    "commit with an extra key of 33 bytes": (
-        commit(extra_keys=extra(b"x" * 33)), INVALID, "InvalidRequestError", "send a digest of 1 to 32",
-    ),
-    "release foreign": (release("foreign_id"), NOT_FOUND, "LeaseUnknownError", "not one of this session's"),
-    "release one that is and one that is not": (
-        release("lease_id", "released_id"), NOT_FOUND, "LeaseUnknownError", "was released",
-    ),
-}  # fmt: skip
+    "commit with an extra key of 0 bytes": invalid(commit(extra_keys=extra(b"")), "send a digest of 1 to 32"),
+    "commit with an extra key of 33 bytes": invalid(commit(extra_keys=extra(b"x" * 33)), "send a digest of 1 to 32"),
+    "release foreign": unknown(release("foreign_id"), "not one of this session's"),
+    "release one that is and one that is not": unknown(release("lease_id", "released_id"), "was released"),
+}
 
 
 @pytest.mark.parametrize("case", SESSION_CASES)
@@ -200,42 +204,32 @@ def without(field: str) -> pb.CacheIdentity:
     return message
 
 
-ATTACH_CASES: dict[str, tuple[pb.AttachRequest, int, str, str]] = {
-    "nothing": (pb.AttachRequest(), INVALID, "InvalidRequestError", "page_format 0 is not one of nvfp4, fp8, bf16"),
-    "unknown format": (
-        pb.AttachRequest(identity=identity_message(page_format=9)), INVALID, "InvalidRequestError", "page_format 9",
+ATTACH_CASES: dict[str, Refusal] = {
+    "nothing": invalid(pb.AttachRequest(), "page_format 0 is not one of nvfp4, fp8, bf16"),
+    "unknown format": invalid(pb.AttachRequest(identity=identity_message(page_format=9)), "page_format 9"),
+    "no model": invalid(pb.AttachRequest(identity=without("model")), "give the name or path"),
+    "no vocabulary": invalid(pb.AttachRequest(identity=without("vocab_size")), "vocab_size is 0; it must be"),
+    "head dimension": invalid(pb.AttachRequest(identity=identity_message(head_dim=24)), "multiple of 16"),
+    "page size": invalid(pb.AttachRequest(identity=identity_message(page_size=48)), "use one of 16, 32, 64, 128"),
+    "no layers": invalid(pb.AttachRequest(identity=without("num_layers")), "must be positive"),
+    "layout version": invalid(
+        pb.AttachRequest(identity=identity_message(layout_version=99)), "run the same kvtier release"
     ),
-    "no model": (pb.AttachRequest(identity=without("model")), INVALID, "InvalidRequestError", "give the name or path"),
-    "no vocabulary": (
-        pb.AttachRequest(identity=without("vocab_size")), INVALID, "InvalidRequestError", "vocab_size is 0; it must be",
-    ),
-    "head dimension": (
-        pb.AttachRequest(identity=identity_message(head_dim=24)), INVALID, "InvalidRequestError", "multiple of 16",
-    ),
-    "page size": (
-        pb.AttachRequest(identity=identity_message(page_size=48)), INVALID, "InvalidRequestError", "use one of 16, 32, 64, 128",
-    ),
-    "no layers": (pb.AttachRequest(identity=without("num_layers")), INVALID, "InvalidRequestError", "must be positive"),
-    "layout version": (
-        pb.AttachRequest(identity=identity_message(layout_version=99)),
-        INVALID, "InvalidRequestError", "run the same kvtier release",
-    ),
-    "rank": (pb.AttachRequest(identity=identity_message(rank=1)), INVALID, "InvalidRequestError", "0 to world_size - 1"),
-    "two ranks": (
-        pb.AttachRequest(identity=identity_message(world_size=2)), INVALID, "InvalidRequestError", "world_size is 2",
-    ),
-    "pages larger than the pools": (
+    "rank": invalid(pb.AttachRequest(identity=identity_message(rank=1)), "0 to world_size - 1"),
+    "two ranks": invalid(pb.AttachRequest(identity=identity_message(world_size=2)), "world_size is 2"),
+    "pages larger than the pools": Refusal(
         pb.AttachRequest(identity=identity_message(num_layers=2**32 - 1, num_kv_heads=2**32 - 1, model="huge")),
-        PRECONDITION, "ConfigurationError", "set device_bytes to",
+        PRECONDITION,
+        "ConfigurationError",
+        "set device_bytes to",
     ),
-    "a device that is not there": (
-        pb.AttachRequest(identity=identity_message(), device_uuid="GPU-1"),
-        INVALID, "InvalidRequestError", "attach without device_uuid",
+    "a device that is not there": invalid(
+        pb.AttachRequest(identity=identity_message(), device_uuid="GPU-1"), "attach without device_uuid"
     ),
-    "all parts of the memory in use": (
-        pb.AttachRequest(identity=identity_message(model="another")), EXHAUSTED, "CacheFullError", "--max-caches",
+    "all parts of the memory in use": full(
+        pb.AttachRequest(identity=identity_message(model="another")), "--max-caches"
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ATTACH_CASES)

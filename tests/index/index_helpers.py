@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from plain_model import PAGE_SIZE, namespace_key, tokens_of
 
-from kvtier.index import Cursor, Lease, LruPolicy, Match, PageIndex, RadixTree
+from kvtier.index import NO_SLOT, Cursor, Lease, LruPolicy, Match, PageIndex, PageRun, RadixTree
 from kvtier.index.pool import SlotArray
 from kvtier.pages.chain import Extras, chain_keys
 
@@ -74,3 +74,15 @@ def spill(index: PageIndex, count: int) -> list[list[int]]:
         index.device.release(run.device)
         assert index.drop_device(run) == run.num_pages
     return [run.device.tolist() for run in runs]
+
+
+def mirror(index: PageIndex, contents: list[int], first_page: int = 0) -> PageRun:
+    """Gives pages of a sequence that are on the device a host copy."""
+    run = index.run(find(index.tree, contents).end, first_page)
+    index.host.free(index.set_host(run, index.host.allocate(run.num_pages)))
+    return run
+
+
+def on_host(index: PageIndex, contents: list[int]) -> list[bool]:
+    """For each page of a sequence, whether it is in host memory."""
+    return (find(index.tree, contents).host_slots() != NO_SLOT).tolist()

@@ -1,13 +1,12 @@
-"""Which pages leave the device and host memory, in which order, and which never do."""
+"""Which pages leave the device, in which order, and which never do."""
 
 from __future__ import annotations
 
-import numpy as np
-from index_helpers import compute, fill, find, new_index, reserve, spill
-from plain_model import PAGE_SIZE, tokens_of
+from index_helpers import compute, fill, find, mirror, new_index, on_host, reserve, spill
 
-from kvtier.index import NO_SLOT, Cursor, PageIndex, PageRun
-from kvtier.pages.chain import chain_keys
+from kvtier.index import NO_SLOT, PageIndex
+
+ADAPTER = b"a" * 32
 
 
 def take(index: PageIndex, count: int) -> list[list[int]]:
@@ -16,17 +15,6 @@ def take(index: PageIndex, count: int) -> list[list[int]]:
     for run in runs:
         index.device.release(run.device)
     return [run.device.tolist() for run in runs]
-
-
-def mirror(index: PageIndex, contents: list[int], first_page: int = 0) -> PageRun:
-    """Gives pages of a sequence that are on the device a host copy."""
-    run = index.run(find(index.tree, contents).end, first_page)
-    index.host.free(index.set_host(run, index.host.allocate(run.num_pages)))
-    return run
-
-
-def on_host(index: PageIndex, contents: list[int]) -> list[bool]:
-    return (find(index.tree, contents).host_slots() != NO_SLOT).tolist()
 
 
 # --- which pages leave the device ------------------------------------------------------------------------------------
@@ -150,6 +138,9 @@ def test_a_page_without_a_copy_stays_while_pages_behind_it_are_in_host_memory() 
     index.device.release(run.device)
     assert index.drop_device(run) == 2
     assert find(index.tree, [1, 2, 3, 4, 5]).device_slots().tolist() == [*slots[:2].tolist(), *[NO_SLOT] * 3]
+    (run,) = index.take_device_victims(2)
+    index.device.release(run.device)
+    assert index.drop_device(run) == 0
     assert find(index.tree, [1, 2, 3, 4, 5]).num_pages == 5
     index.check_integrity()
 
@@ -192,152 +183,16 @@ def test_a_drop_goes_on_above_a_node_that_was_cut_meanwhile() -> None:
     index.check_integrity()
 
 
-# --- host memory -----------------------------------------------------------------------------------------------------
-
-
-def test_mirrors_of_the_least_recently_used_pages_go_first_from_their_end() -> None:
+def test_nothing_is_dropped_while_a_branch_behind_the_run_is_on_the_device_or_needs_it() -> None:
     index = new_index()
-    fill(index, [1, 1, 1])
-    fill(index, [2, 2, 2])
-    mirror(index, [2, 2, 2])
-    mirror(index, [1, 1, 1])
-    assert index.drop_mirrors(2) == 2
-    assert on_host(index, [1, 1, 1]) == [True, False, False]
-    index.touch(find(index.tree, [1, 1, 1]).end)
-    assert index.drop_mirrors(3) == 3
-    assert (on_host(index, [1, 1, 1]), on_host(index, [2, 2, 2])) == ([True, False, False], [False] * 3)
-    assert (index.drop_mirrors(5), index.drop_mirrors(5), index.host.num_free) == (1, 0, 12)
-    index.check_integrity()
-
-
-def test_a_held_mirror_and_a_page_in_host_memory_alone_are_no_mirrors_to_drop() -> None:
-    index = new_index()
-    fill(index, [1, 2, 3])
+    fill(index, [1, 2])
+    (run,) = index.take_device_victims(2)
+    fill(index, [1, 2, 3], {2: ADAPTER})
+    mirror(index, [1, 2], first_page=1)
+    index.device.release(run.device)
+    assert index.drop_device(run) == 0
     spill(index, 1)
-    run = mirror(index, [1, 2])
-    held = index.run(run.cursor, 1).host
-    index.host.hold(held)
-    assert index.drop_mirrors(12) == 1
-    assert on_host(index, [1, 2, 3]) == [False, True, True]
-    index.host.release(held)
-    assert index.drop_mirrors(12) == 1
-    assert on_host(index, [1, 2, 3]) == [False, False, True]
-    index.check_integrity()
-
-
-def test_pages_in_host_memory_alone_leave_it_from_the_leaves_least_recently_used_first() -> None:
-    index = new_index()
-    for contents in ([1, 2, 3], [1, 2, 8], [5, 6]):
-        fill(index, contents)
-    spill(index, 24)
-    spill(index, 24)
-    index.touch(find(index.tree, [1, 2, 3]).end)
-    runs = index.take_host_victims(2)
-    assert [run.num_pages for run in runs] == [1, 1]
-    slots = [run.host.tolist() for run in runs]
-    assert slots == [
-        find(index.tree, [1, 2, 8]).host_slots()[2:].tolist(),
-        find(index.tree, [5, 6]).host_slots()[1:].tolist(),
-    ]
-    assert index.host.is_held(np.concatenate([run.host for run in runs])).all()
-    for run in runs:
-        index.host.release(run.host)
-        assert index.drop_host(run) == 1
-    assert [find(index.tree, contents).num_pages for contents in ([1, 2, 8], [5, 6], [1, 2, 3])] == [2, 1, 3]
-    assert index.host.num_free == 12 - 4
-    index.check_integrity()
-
-
-def test_pages_with_a_copy_on_the_device_are_not_host_victims() -> None:
-    index = new_index()
-    fill(index, [1, 2, 3, 4])
-    spill(index, 2)
-    mirror(index, [1, 2])
-    (run,) = index.take_host_victims(12)
-    assert (run.first_page, run.num_pages) == (2, 2)
-    index.host.release(run.host)
-    assert index.drop_host(run) == 2
-    assert find(index.tree, [1, 2, 3, 4]).num_pages == 2
-    assert index.take_host_victims(12) == []
-    index.check_integrity()
-
-
-def test_a_host_victim_that_was_promoted_meanwhile_stays() -> None:
-    index = new_index()
-    fill(index, [1, 2, 3])
-    spill(index, 2)
-    (run,) = index.take_host_victims(2)
-    slots = index.device.allocate(1)
-    index.publish(Cursor(run.cursor.node, 1), tokens_of(2), run.keys[:1], {}, device=slots)
-    index.host.release(run.host)
-    assert index.drop_host(run) == 1
-    match = find(index.tree, [1, 2, 3])
-    assert (match.num_pages, match.device_slots()[1], on_host(index, [1, 2])) == (2, slots[0], [False, True])
-    index.check_integrity()
-
-
-def test_a_host_victim_that_is_held_or_followed_by_a_new_page_stays() -> None:
-    index = new_index()
-    fill(index, [1, 2, 3])
-    spill(index, 3)
-    (run,) = index.take_host_victims(3)
-    index.host.release(run.host[2:])
-    assert index.drop_host(run) == 1
-    index.host.release(run.host[:2])
-    known = find(index.tree, [1, 2])
-    run = index.run(known.end, 0)
-    keys = chain_keys(index.tree.parent_key(known.end), tokens_of(8), PAGE_SIZE, {})
-    index.publish(known.end, tokens_of(8), keys, {}, host=index.host.allocate(1))
-    assert index.drop_host(run) == 0
-    assert on_host(index, [1, 2, 8]) == [True] * 3
-    index.check_integrity()
-
-
-# --- namespaces ------------------------------------------------------------------------------------------------------
-
-
-def test_a_removed_namespace_is_gone_from_both_pools_and_no_other_is_touched() -> None:
-    index = new_index()
-    for contents in ([1, 2, 3], [1, 2, 8], [5]):
-        fill(index, contents)
-    fill(index, [1, 2, 3], namespace="b")
-    mirror(index, [1, 2])
-    spill(index, 1)
-    assert index.remove_namespace("a") == (4, 3, 0)
-    assert find(index.tree, [1]).num_pages == find(index.tree, [5]).num_pages == 0
-    assert find(index.tree, [1, 2, 3], namespace="b").num_pages == 3
-    assert (index.device.num_free, index.host.num_free, index.tree.num_pages) == (21, 12, 3)
-    assert index.remove_namespace("a") == index.remove_namespace("nobody") == (0, 0, 0)
-    index.check_integrity()
-
-
-def test_held_pages_of_a_removed_namespace_stay_with_those_before_them() -> None:
-    index = new_index()
-    fill(index, [1, 2, 3, 4])
-    fill(index, [1, 2, 8, 9])
-    spill(index, 2)
-    lease = compute(index, [1, 2, 8])
-    held = find(index.tree, [1, 2, 3]).host_slots()[2:]
-    index.host.hold(held)
-    assert index.remove_namespace("a") == (1, 1, 4)
-    assert [find(index.tree, [1, 2, *rest]).num_pages for rest in ([3, 4], [8, 9])] == [3, 3]
-    index.check_integrity()
-    index.host.release(held)
-    index.leases.release(lease)
-    assert index.remove_namespace("a") == (3, 1, 0)
-    assert (index.device.num_free, index.host.num_free, index.tree.num_nodes) == (24, 12, 0)
-    index.check_integrity()
-
-
-def test_everything_can_be_evicted_once_nothing_holds_it() -> None:
-    index = new_index()
-    for contents in ([1, 2, 3], [1, 2, 8], [5, 6], [1]):
-        fill(index, contents)
-    while spill(index, 3):
-        pass
-    while runs := index.take_host_victims(3):
-        for run in runs:
-            index.host.release(run.host)
-            index.drop_host(run)
-    assert (index.device.num_free, index.host.num_free, index.tree.num_nodes) == (24, 12, 0)
+    # The branch is in host memory now; the second page has a copy, the first has none and stays.
+    assert index.drop_device(run) == 1
+    assert find(index.tree, [1, 2, 3], {2: ADAPTER}).num_pages == 3
     index.check_integrity()

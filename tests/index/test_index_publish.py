@@ -79,6 +79,18 @@ def test_a_commit_in_the_middle_of_a_run_branches_there() -> None:
     index.check_integrity()
 
 
+def test_a_commit_of_known_and_new_pages_keeps_the_known_ones_and_branches() -> None:
+    index = new_index()
+    slots = fill(index, [1, 2, 3, 4])
+    lease = index.leases.open(1, "a", root(index.tree), [])
+    own = reserve(index, lease, 3)
+    assert commit(index, lease, own, [1, 2, 8]) == 2
+    assert find(index.tree, [1, 2, 8]).device_slots().tolist() == [*slots[:2].tolist(), int(own[2])]
+    assert find(index.tree, [1, 2, 3, 4]).device_slots().tolist() == slots.tolist()
+    assert index.device.is_held(slots).tolist() == [True, True, False, False]
+    index.check_integrity()
+
+
 def test_a_commit_behind_the_end_of_two_leases_branches_there() -> None:
     index = new_index()
     one, two = compute(index, [1, 2]), compute(index, [1, 2], session=2)

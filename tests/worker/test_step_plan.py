@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvtier.errors import InvalidRequestError
+from kvtier.worker.options import WorkerOptions
 from kvtier.worker.request import Request
 from kvtier.worker.scheduler import plan_step
 from kvtier.worker.sequence import Sequence
@@ -41,3 +45,8 @@ def test_a_chunk_of_one_token_behind_a_prefix_is_a_decode() -> None:
 def test_a_prompt_of_one_token_is_a_prefill() -> None:
     sequences = [running(0, 1, 0), running(1, 20, 19)]
     assert plan(sequences, 32) == [(1, 19, 20), (0, 0, 1)]
+
+
+def test_a_step_has_room_for_every_sequence_and_more() -> None:
+    with pytest.raises(InvalidRequestError, match="step_tokens is 8 and max_sequences 8"):
+        WorkerOptions(step_tokens=8, max_sequences=8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import StartWorker
 from scratch_pool import BF16_BOUND, assert_greedy, assert_same_reply
 from tiny_models import ARCHITECTURES, PAGE_SIZE, random_tokens, tiny_model
 from transformers import PreTrainedModel
+from worker_fixtures import StartWorker
 
 from kvtier.pages.layout import PageFormat
 from kvtier.worker import FinishReason, PrefillAttends, Request, Sampling
@@ -135,6 +135,21 @@ def test_a_stop_token_ends_the_reply(start_worker: StartWorker) -> None:
     stopped = worker.generate(Request("stop", prompt, 10, frozenset({stop})))
     assert stopped.tokens == whole[: whole.index(stop) + 1]
     assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_pages_are_shared_up_to_where_extra_keys_differ(start_worker: StartWorker) -> None:
+    worker = start_worker()
+
+    def found(tenant: str, *extra_keys: tuple[int, bytes]) -> int:
+        request = Request(tenant, random_tokens(4 * PAGE_SIZE), 2 * PAGE_SIZE, extra_keys=extra_keys)
+        return worker.generate(request).statistics.found.total
+
+    assert found("extras") == 0
+    assert found("extras") == 4 * PAGE_SIZE
+    assert found("extras", (PAGE_SIZE + 3, b"image")) == PAGE_SIZE
+    assert found("extras", (PAGE_SIZE + 3, b"image")) == 4 * PAGE_SIZE
+    assert found("extras", (0, b"adapter")) == 0
+    assert found("another") == 0
 
 
 def test_sampling_follows_its_seed(start_worker: StartWorker) -> None:

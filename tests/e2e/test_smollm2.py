@@ -1,0 +1,105 @@
+"""SmolLM2 135M Instruct, a real model: replies do not depend on where pages came from, nor on a daemon that was killed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+import torch
+
+from kvtier.launch import DaemonProcess
+from kvtier.pages.chain import chain_keys, root_key
+from kvtier.pages.envelope import PageName
+from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.pages.layout import PageFormat
+from kvtier.tiers.embedded import EmbeddedRedis
+from kvtier.tiers.redis import page_key
+from kvtier.worker import (
+    Conversation,
+    Reply,
+    Request,
+    Worker,
+    WorkerModel,
+    WorkerOptions,
+    connect_worker,
+    load_model,
+    load_tokenizer,
+)
+
+MODEL = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
+PAGE_SIZE = 16
+NEW_TOKENS = 12
+SYSTEM = """\
+You are the guide of a museum. Answer in one sentence, with these facts.
+The lighthouse was built between 1871 and 1874 by the engineer Clara Vogt. It is 41 metres high and has 203 steps. The
+tower is made of grey granite that was shipped from the mainland on 66 barges. The first lamp burned rapeseed oil; in 1902
+it was replaced by a paraffin lamp, and in 1938 by an electric one. The last keeper left in 1983."""
+
+
+@pytest.fixture(scope="module")
+def model() -> WorkerModel:
+    assert MODEL.is_dir(), "the model is missing: `make test` fetches it, or run scripts/fetch-model"
+    torch.set_num_threads(1)
+    return load_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def prompt(model: WorkerModel) -> tuple[int, ...]:
+    return Conversation(load_tokenizer(MODEL), SYSTEM).ask("Who built the lighthouse?")
+
+
+def wait_until_stored(directory: Path, identity: CacheIdentity, tokens: tuple[int, ...]) -> None:
+    """Returns when the embedded Redis has every page of `tokens`: pages are written through in the background."""
+    root = root_key(identity.fingerprint, "museum")
+    keys = chain_keys(root, np.array(tokens, dtype="<u4").tobytes(), PAGE_SIZE, {})
+    names = [page_key("museum", PageName(identity.fingerprint, key, identity.rank)) for key in keys]
+    deadline = time.monotonic() + 20.0
+    with redis.Redis(unix_socket_path=str(directory / "data" / "valkey.sock")) as client:
+        while client.exists(*names) < len(names):
+            assert time.monotonic() < deadline, "pages are not written through"
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("page_format", PageFormat)
+def test_replies_do_not_depend_on_the_tier(
+    page_format: PageFormat, model: WorkerModel, prompt: tuple[int, ...], directory: Path
+) -> None:
+    page_bytes = model.identity(page_format, PAGE_SIZE).layout.page_bytes
+    whole = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+    num_pages = 16
+    other_prompt = (*prompt[::-1], *prompt)[: (num_pages - 1) * PAGE_SIZE]
+    settings = {
+        "device_bytes": num_pages * page_bytes,
+        "host_bytes": 2 * num_pages * page_bytes,
+        "redis": "embedded",
+        "write_policy": "write_through",
+    }
+    options = WorkerOptions(promotion_wait_s=20.0, patience_s=60.0)
+
+    def ask(worker: Worker, tokens: tuple[int, ...] = prompt, count: int = NEW_TOKENS) -> Reply:
+        return worker.generate(Request("museum", tokens, count))
+
+    daemon = DaemonProcess.start(directory, **settings)
+    try:
+        with connect_worker(daemon.address, model, page_format, PAGE_SIZE, options) as worker:
+            assert ask(worker).statistics.found.total == 0
+            from_device = ask(worker)
+            ask(worker, other_prompt, 1)  # fills the device pool
+            from_host = ask(worker)
+            wait_until_stored(directory, model.identity(page_format, PAGE_SIZE), prompt[:whole])
+            daemon.kill()
+            daemon = DaemonProcess.start(directory, **settings)
+            from_redis = ask(worker)  # the same worker: it attaches anew by itself
+    finally:
+        daemon.stop()
+        EmbeddedRedis.start(directory / "data", 1 << 30).stop()
+    assert from_device.statistics.found == (whole, 0, 0)
+    assert from_host.statistics.found.host > 0
+    assert from_host.statistics.found.total == whole
+    assert from_redis.statistics.found == (0, 0, whole)
+    assert from_device.tokens == from_host.tokens == from_redis.tokens
+    text = load_tokenizer(MODEL).decode(from_redis.tokens)
+    assert "Clara Vogt" in text
