@@ -149,6 +149,16 @@ def drain(address: Address, timeout_s: Annotated[int, typer.Option(help="Seconds
     typer.echo(f"Redis has {drained.stored_pages} pages and lacks {drained.unstored_pages}")
 
 
+@app.command("stop-redis")
+def stop_redis(
+    data_dir: Annotated[Path | None, typer.Option(help="Its directory, as `kvtier serve` was given it.")] = None,
+) -> None:
+    """End the embedded Redis, which outlives its daemon, and forget the pages in it."""
+    from kvtier.tiers.embedded import stop_embedded_redis
+
+    stop_embedded_redis(data_dir or Config.load().data_dir)
+
+
 @app.command()
 def demo(
     model: Annotated[Path, typer.Option(help="Local Hugging Face directory, or one with a GGUF file.")],

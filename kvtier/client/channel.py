@@ -18,8 +18,8 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Channels of a process share connections to an address, and with them how long to wait before the next attempt: up to
-    # two minutes after a daemon was down for a while. A channel of its own tries at once.
+    # By default channels to one address share how long to wait before the next attempt to connect: up to two minutes
+    # when the daemon was down for a while. By itself a channel tries at once.
     ("grpc.use_local_subchannel_pool", 1),
 )
 

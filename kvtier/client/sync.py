@@ -34,9 +34,18 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
+        self.run(self._cancel_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    @staticmethod
+    async def _cancel_tasks() -> None:
+        """Ends what still runs: tasks of gRPC's own outlive their call by a moment."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def connect(address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None) -> Session:

@@ -28,7 +28,7 @@ def prompt_from(
     """A prompt from the fields that Acquire, Lookup, Prefetch and Pin share."""
     if not prefill_tokens_per_second >= 0:
         raise InvalidRequestError(
-            f"prefill_tokens_per_second is {prefill_tokens_per_second}; send what the worker computes, or 0 when unknown"
+            f"prefill_tokens_per_second is {prefill_tokens_per_second}; send what the worker computes, or 0"
         )
     extras = extras_by_page(((extra.token_position, extra.digest) for extra in extra_keys), page_size)
     return Prompt(namespace, tokens, extras, prefill_tokens_per_second)

@@ -33,7 +33,7 @@ class SocketLock:
         except BlockingIOError as error:
             os.close(self._descriptor)
             raise ConfigurationError(
-                f"a daemon (process {lock_owner(socket)}) serves on {socket} already; stop it, or choose another --socket"
+                f"a daemon (process {lock_owner(socket)}) serves on {socket}; stop it, or choose another --socket"
             ) from error
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -21,6 +21,7 @@ from kvtier.worker import WorkerModel, WorkerOptions, connect_worker, load_model
 _PAGE_SIZE = 16  # smaller than the default, so that short conversations have pages enough to travel
 _HOST_PAGES = 16
 _PROMOTION_WAIT_S = 10.0
+_REDIS_TIMEOUT_S = 5.0  # a busy laptop is no fault of Redis
 
 
 def run_demo(model_directory: Path, page_format: PageFormat, print_json: bool) -> bool:
@@ -61,9 +62,10 @@ def _run(
             "device_bytes": device_pages * page_bytes,
             "host_bytes": _HOST_PAGES * page_bytes,
             "redis": "embedded",
+            "redis_timeout_s": _REDIS_TIMEOUT_S,
             "metrics": metrics,
         }
-        options = WorkerOptions(promotion_wait_s=_PROMOTION_WAIT_S)
+        options = WorkerOptions(promotion_wait_s=_PROMOTION_WAIT_S, recompute_when_cheaper=False)
         with (
             daemon_process(Path(folder), **daemon_settings) as daemon,
             connect_worker(daemon.address, model, page_format, _PAGE_SIZE, options) as worker,

@@ -74,7 +74,7 @@ VISITORS = (
             "Why is the sky blue?",
             "Who was the first man on the moon?",
             "What does a telescope do?",
-            "Thank you! Is the sun a star?",
+            "Thank you! What is the moon?",
         ),
     ),
     Visitor(

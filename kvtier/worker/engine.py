@@ -131,7 +131,8 @@ class Worker:
                 has_room = len(self._running) < self._options.max_sequences
                 if not (self._waiting and has_room and time.monotonic() >= self._retry_at_s):
                     return
-                self._admission.ask(self._waiting[0], self._rate.tokens_per_second)
+                rate = self._rate.tokens_per_second if self._options.recompute_when_cheaper else 0.0
+                self._admission.ask(self._waiting[0], rate)
             admitted = self._admission.answer(_LEASE_WAIT_S if self._running else None)
             if admitted is None:
                 return

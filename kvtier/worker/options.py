@@ -27,6 +27,8 @@ class WorkerOptions:
         step_tokens: tokens of one forward pass. A longer prompt is computed in several, between which others decode.
         max_sequences: requests that run at the same time.
         promotion_wait_s: how long a request waits for pages of lower tiers before it computes them.
+        recompute_when_cheaper: tells the daemon how fast this worker prefills, so that it leaves pages in a lower tier
+            where moving them takes longer. Without it they are always moved.
         patience_s: how long a request waits for pages that other workers hold, or for a daemon that does not answer,
             before it fails.
     """
@@ -35,6 +37,7 @@ class WorkerOptions:
     step_tokens: int = 512
     max_sequences: int = 16
     promotion_wait_s: float = 2.0
+    recompute_when_cheaper: bool = True
     patience_s: float = 30.0
 
     def __post_init__(self) -> None:

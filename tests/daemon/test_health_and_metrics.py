@@ -21,6 +21,7 @@ from serving import (
     Valkey,
     attach,
     eventually,
+    only_cache,
     small_config,
     some_tokens,
     store,
@@ -166,6 +167,23 @@ async def test_figures_equal_what_a_scripted_load_must_give(directory: Path, val
         await twin.release()
         metrics = await watch.metrics()
         assert (metrics["leases"], metrics["pages{state=held,tier=device}"]) == (0, 0)
+
+
+async def test_pages_that_wait_to_be_written_are_not_queued_again_by_every_hit(directory: Path, valkey: Valkey) -> None:
+    settings = {"redis": valkey.url, "redis_timeout_s": 30, "write_policy": "write_through", "device_pages": 32}
+    async with watched(directory, **settings) as (operator, watch), await attach(directory) as session:
+        valkey.pause()
+        await store(session, "tenant", PROMPTS[0])
+        for _ in range(5):
+            assert await find(session, 0) == TokensByTier(ALL, 0, 0)
+        metrics = await watch.metrics()
+        assert (metrics["pages{state=held,tier=device}"], metrics["writes_skipped_total"]) == (8, 0)
+        await store(session, "tenant", some_tokens(10, seed=70))  # of 32 pages 16 may wait
+        assert (await watch.metrics())["writes_skipped_total"] == 2
+        valkey.resume()
+        await eventually(lambda: valkey.client.dbsize() == 16)
+        await eventually(lambda: only_cache(operator).device.held_pages == 0)
+        assert (await watch.metrics())["transfer_pages_total{outcome=moved,route=device_to_host}"] == 16
 
 
 async def use_without_redis(session: AsyncSession, watch: Watch) -> None:

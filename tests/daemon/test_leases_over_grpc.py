@@ -75,7 +75,7 @@ async def test_a_killed_worker_gives_its_pages_back_after_the_grace_time_and_nob
     directory: Path, valkey: Valkey
 ) -> None:
     # Redis hangs for much longer than the test, so that the worker dies within an acquire.
-    config = small_config(directory, device_pages=32, redis=valkey.url, redis_timeout_s=15, grace_s=0.5, drain_s=0.1)
+    config = small_config(directory, device_pages=32, redis=valkey.url, redis_timeout_s=60, grace_s=0.5, drain_s=0.1)
     async with running(config) as operator, await attach(directory) as other:
         await store(other, "tenant", some_tokens(2, seed=1))
         own = await other.acquire("tenant", some_tokens(2, seed=1), reserve_pages=1)

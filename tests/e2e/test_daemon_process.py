@@ -109,7 +109,7 @@ def acquire_in_time(session: Session) -> Lease:
     while True:
         try:
             return session.acquire("tenant", PROMPT, wait_s=10)
-        except DaemonUnavailableError:
+        except (DaemonUnavailableError, SessionLostError):
             assert time.monotonic() < deadline, "the session does not attach again"
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2 135M Instruct, a real model: replies do not depend on where pages came from, nor on a daemon that was killed."""
+"""SmolLM2 135M Instruct, a real model: replies depend neither on the tier of the pages nor on a killed daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.pages.chain import chain_keys, root_key
 from kvtier.pages.envelope import PageName
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat
-from kvtier.tiers.embedded import EmbeddedRedis
+from kvtier.tiers.embedded import stop_embedded_redis
 from kvtier.tiers.redis import page_key
 from kvtier.worker import (
     Conversation,
@@ -35,8 +35,8 @@ NEW_TOKENS = 12
 SYSTEM = """\
 You are the guide of a museum. Answer in one sentence, with these facts.
 The lighthouse was built between 1871 and 1874 by the engineer Clara Vogt. It is 41 metres high and has 203 steps. The
-tower is made of grey granite that was shipped from the mainland on 66 barges. The first lamp burned rapeseed oil; in 1902
-it was replaced by a paraffin lamp, and in 1938 by an electric one. The last keeper left in 1983."""
+tower is made of grey granite that was shipped from the mainland on 66 barges. The first lamp burned rapeseed oil; in
+1902 it was replaced by a paraffin lamp, and in 1938 by an electric one. The last keeper left in 1983."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_replies_do_not_depend_on_the_tier(
         "redis": "embedded",
         "write_policy": "write_through",
     }
-    options = WorkerOptions(promotion_wait_s=20.0, patience_s=60.0)
+    options = WorkerOptions(promotion_wait_s=20.0, patience_s=60.0, recompute_when_cheaper=False)
 
     def ask(worker: Worker, tokens: tuple[int, ...] = prompt, count: int = NEW_TOKENS) -> Reply:
         return worker.generate(Request("museum", tokens, count))
@@ -95,7 +95,7 @@ def test_replies_do_not_depend_on_the_tier(
             from_redis = ask(worker)  # the same worker: it attaches anew by itself
     finally:
         daemon.stop()
-        EmbeddedRedis.start(directory / "data", 1 << 30).stop()
+        stop_embedded_redis(directory / "data")
     assert from_device.statistics.found == (whole, 0, 0)
     assert from_host.statistics.found.host > 0
     assert from_host.statistics.found.total == whole

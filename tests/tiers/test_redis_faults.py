@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import redis
 from redis_pages import NAMESPACE, memory, page
-from redis_servers import scripted_redis, wait_until
+from redis_servers import scripted_redis, serving, wait_until
 
 from kvtier.errors import ConfigurationError, RedisFullError, RedisUnavailableError
 from kvtier.pages.envelope import PageName, encode_header
@@ -237,6 +237,17 @@ async def test_a_reply_of_one_byte_at_a_time_ends_at_the_deadline(open_tier, tmp
             await tier.get(NAMESPACE, page(1)[0], memory())
         with pytest.raises(RedisUnavailableError, match=r"did not answer within 0\.3 s"):
             await tier.count_prefix(NAMESPACE, [page(1)[0]])
+
+
+async def test_a_page_that_is_taken_drop_by_drop_ends_at_the_deadline(open_tier, tmp_path):
+    async def sip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"+OK\r\n+OK\r\n")  # to what a client asks on connecting
+        while await reader.read(1000):
+            await asyncio.sleep(0.05)
+
+    async with serving(tmp_path / "socket", sip) as url, asyncio.timeout(30):
+        with pytest.raises(RedisUnavailableError, match=r"did not answer within 0\.3 s"):
+            await open_tier(url, timeout_s=0.3).put(NAMESPACE, *page(1, LARGE))
 
 
 @pytest.mark.parametrize("ending", ["timeout", "cancel"])

@@ -121,7 +121,7 @@ def test_nothing_computed_is_lost_between_the_tiers(directory: Path, start_worke
     conversations = [random_tokens(24 * PAGE_SIZE) for _ in tenants]
     found = TokensByTier(0, 0, 0)
     with daemon_process(directory, **pools) as small:
-        worker = start_worker("llama", FORMAT, PrefillAttends.QUANTIZED, small.address)
+        worker = start_worker("llama", FORMAT, PrefillAttends.QUANTIZED, small.address, recompute_when_cheaper=False)
         for turn, (number, tenant) in itertools.product(range(8), enumerate(tenants)):
             tokens = conversations[number]
             request = Request(tenant, [*tokens, *random_tokens(7, seed=10 * turn + number)], 9)
@@ -144,7 +144,7 @@ def test_the_same_reply_from_device_host_and_redis(
     pools = {"device_bytes": 16 * page_bytes, "host_bytes": 16 * page_bytes, "redis": "embedded"}
     request = Request("tenant", random_tokens(11 * PAGE_SIZE + 5), 24)
     with daemon_process(directory, **pools) as daemon:
-        worker = start_worker("qwen3", page_format, address=daemon.address)
+        worker = start_worker("qwen3", page_format, address=daemon.address, recompute_when_cheaper=False)
 
         def push_out(tenant: str, num_requests: int) -> None:
             for seed in range(num_requests):
