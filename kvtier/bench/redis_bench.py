@@ -101,6 +101,8 @@ async def _measure(
 ) -> _Samples:
     tier = RedisTier.open(url, timeout_s=10.0, num_connections=num_connections)
     pages = [_Page(size) for _ in range(pages_in_flight)]
+    for page in pages:
+        await tier.put(_NAMESPACE, page.name, page.image)
     path = url.removeprefix("unix://")
     bare = [_BareClient(path, pages[index::num_connections]) for index in range(num_connections)]
     samples: _Samples = {f"{client}{operation}": [] for operation in _OPERATIONS for client in ("", "bare_")}
@@ -111,7 +113,7 @@ async def _measure(
     for client in bare:
         client.close()
     await tier.close()
-    return {name: of_client[1:] for name, of_client in samples.items()}  # the first round warms up and stores the pages
+    return {name: of_client[1:] for name, of_client in samples.items()}  # the first round warms up
 
 
 class _Page:
@@ -127,7 +129,7 @@ async def _tier_round(tier: RedisTier, pages: Sequence[_Page], operation: str, r
 
     async def repeat(page: _Page) -> int:
         count = 0
-        while stopwatch.elapsed_s() < round_s:
+        while not count or stopwatch.elapsed_s() < round_s:
             if operation == "put":
                 await tier.put(_NAMESPACE, page.name, page.image)
             else:
@@ -146,28 +148,37 @@ class _BareClient:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._pages = itertools.cycle(pages)
-        self._header = b"$%d\r\n" % len(pages[0].image)
+        self._length = b"$%d\r\n" % len(pages[0].image)
+        for _ in pages:
+            self.put()
 
     def put(self) -> None:
         page = next(self._pages)
-        self._socket.sendall(b"*3\r\n$3\r\nSET\r\n$32\r\n" + page.name.key + b"\r\n" + self._header)
+        self._socket.sendall(b"*3\r\n$3\r\nSET\r\n$32\r\n" + page.name.key + b"\r\n" + self._length)
         self._socket.sendall(page.image)
         self._socket.sendall(b"\r\n")
-        self._receive(memoryview(bytearray(b"+OK\r\n")))
+        self._expect(b"+OK\r\n")
 
     def get(self) -> None:
         page = next(self._pages)
         self._socket.sendall(b"*2\r\n$3\r\nGET\r\n$32\r\n" + page.name.key + b"\r\n")
-        self._receive(memoryview(bytearray(self._header)))
+        self._expect(self._length)
         self._receive(page.image)
-        self._receive(memoryview(bytearray(2)))
+        self._expect(b"\r\n")
 
     def close(self) -> None:
         self._socket.close()
 
+    def _expect(self, reply: bytes) -> None:
+        received = bytearray(len(reply))
+        self._receive(memoryview(received))
+        assert received == reply, f"Redis sent {bytes(received)!r}, not {reply!r}"
+
     def _receive(self, target: memoryview) -> None:
         while target:
-            target = target[self._socket.recv_into(target) :]
+            count = self._socket.recv_into(target)
+            assert count, "Redis closed the connection"
+            target = target[count:]
 
 
 def _bare_round(clients: Sequence[_BareClient], page_bytes: int, operation: str, round_s: float) -> Measured:
@@ -176,7 +187,7 @@ def _bare_round(clients: Sequence[_BareClient], page_bytes: int, operation: str,
 
     def repeat(index: int) -> None:
         move = clients[index].put if operation == "put" else clients[index].get
-        while stopwatch.elapsed_s() < round_s:
+        while not counts[index] or stopwatch.elapsed_s() < round_s:
             move()
             counts[index] += 1
 

@@ -21,12 +21,15 @@ from kvtier.worker import WorkerModel, WorkerOptions, connect_worker, load_model
 _PAGE_SIZE = 16  # smaller than the default, so that short conversations have pages enough to travel
 _HOST_PAGES = 16
 _PROMOTION_WAIT_S = 10.0
+_FILE_WIDTH = 140  # of the table where the output is no terminal
 _REDIS_TIMEOUT_S = 5.0  # a busy laptop is no fault of Redis
 
 
 def run_demo(model_directory: Path, page_format: PageFormat, print_json: bool) -> bool:
     """Runs the demo and prints what happened; whether all turns found what they must, and every tier took part."""
     console = Console(stderr=print_json)
+    if not console.is_terminal:
+        console = Console(stderr=print_json, width=_FILE_WIDTH)
     # The daemon and Redis need cores too: where threads of one forward pass share a core with them, it takes many times
     # longer.
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))

@@ -16,6 +16,7 @@ from serving import (
     only_cache,
     small_config,
     some_tokens,
+    state_of,
     store,
 )
 
@@ -72,8 +73,9 @@ async def test_pages_come_back_as_they_were_from_every_tier(policy: str, directo
         assert found.redis >= 2 * ALL
         assert found.host > 0
         await eventually(lambda: only_cache(operator).device.held_pages == only_cache(operator).host.held_pages == 0)
-        assert only_cache(operator).tokens_asked == (6 + 18) * ALL
-        totals = only_cache(operator).tokens_found
+        (cache,) = state_of(operator).caches
+        assert cache.tokens_asked == (6 + 18) * ALL
+        totals = cache.tokens_found
         assert TokensByTier(totals.device, totals.host, totals.redis) == found
 
 
@@ -83,7 +85,7 @@ async def test_a_host_pool_smaller_than_the_device_pool_loses_nothing(directory:
         for prompt in PROMPTS:
             await store(session, "tenant", prompt)
         lease = await session.acquire("tenant", b"", reserve_pages=48)  # everything has to leave the device at once
-        assert only_cache(operator).tree_pages == 16
+        assert state_of(operator).caches[0].tree_pages == 16
         assert valkey.client.dbsize() == 32
         await lease.release()
         for prompt in range(6):

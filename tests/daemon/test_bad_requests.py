@@ -135,8 +135,8 @@ SESSION_CASES: dict[str, Refusal] = {
     "extra key of 0 bytes": invalid(acquire(extra_keys=extra(b"")), "send a digest of 1 to 32"),
     "extra key of 33 bytes": invalid(acquire(extra_keys=extra(b"x" * 33)), "has 33 bytes"),
     "wait too long": invalid(acquire(wait_ms=60_001), "wait at most 60000"),
-    "rate below none": invalid(acquire(prefill_tokens_per_second=-1.0), "0 when unknown"),
-    "rate not a number": invalid(acquire(prefill_tokens_per_second=float("nan")), "0 when unknown"),
+    "rate below none": invalid(acquire(prefill_tokens_per_second=-1.0), "or 0"),
+    "rate not a number": invalid(acquire(prefill_tokens_per_second=float("nan")), "or 0"),
     "reserve over the pool": full(
         acquire(tokens=TOKENS, reserve_pages=65),
         "65 pages asked, but leases, pins and transfers hold 6 of the 64 on the device; release leases",
