@@ -169,7 +169,9 @@ async def test_acquires_of_the_same_cold_prefix_fetch_each_page_once(directory: 
         await only_in_redis(one, directory, 0)
         valkey.client.config_resetstat()
         leases = await asyncio.gather(*(acquire(session, 0) for session in [one, two] * 10))
-        assert {lease.matched_tokens for lease in leases} == {TokensByTier(0, 0, ALL)}
+        # Those that came later may have found the first batches in host memory.
+        assert leases[0].matched_tokens == TokensByTier(0, 0, ALL)
+        assert {lease.matched_tokens.total for lease in leases} == {ALL}
         pages = {tuple(lease.matched_pages.tolist()) for lease in leases}
         assert len(pages) == 1
         assert valkey.client.info("commandstats")["cmdstat_get"]["calls"] == NUM_PAGES
