@@ -23,6 +23,7 @@ from kvtier.index.pool import SlotArray, slot_array
 from kvtier.metrics import Metrics
 from kvtier.pages.chain import TOKEN_BYTES, Extras, chain_keys, check_namespace, check_tokens, root_key
 from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.results import CommitResult, TokensByTier
 from kvtier.tiers.base import DevicePool, Tier
 from kvtier.tiers.host import HostPool
 from kvtier.tiers.mover import Mover
@@ -34,18 +35,6 @@ _HASH_ON_LOOP_BYTES = 64 << 10  # more tokens than these are hashed in a thread
 _MAX_PINNED_SHARE = 2  # of the device pool at most half can be pinned
 
 
-class TokensByTier(NamedTuple):
-    """Numbers of tokens, by the tier that has their pages."""
-
-    device: int = 0
-    host: int = 0
-    redis: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.device + self.host + self.redis
-
-
 class Acquired(NamedTuple):
     """What a worker got: `matched` and `reserved` are page numbers, the rest is where the prefix was."""
 
@@ -54,13 +43,6 @@ class Acquired(NamedTuple):
     reserved: SlotArray
     found: TokensByTier
     left: TokensByTier
-
-
-class CommitResult(NamedTuple):
-    """`committed_tokens` counts from the start of the sequence."""
-
-    committed_tokens: int
-    duplicate_pages: int
 
 
 class Drained(NamedTuple):

@@ -14,9 +14,9 @@ operators need no session: `Client(address)` asks and administers with unary cal
 from kvtier.client.aio import AsyncLease, AsyncSession
 from kvtier.client.channel import TlsFiles
 from kvtier.client.pool import PoolMapping
-from kvtier.client.results import CommitResult, TokensByTier
 from kvtier.client.sync import Lease, Session, connect
 from kvtier.client.tools import Client
+from kvtier.results import CommitResult, TokensByTier
 
 __all__ = [
     "AsyncLease",

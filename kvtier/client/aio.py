@@ -11,12 +11,13 @@ import grpc
 import numpy as np
 
 from kvtier.client.channel import OPTIONS, TlsFiles, check_address
+from kvtier.client.convert import PageNumbers, Tokens, page_numbers, token_bytes, tokens_by_tier
 from kvtier.client.pool import PoolMapping
-from kvtier.client.results import CommitResult, PageNumbers, Tokens, TokensByTier, page_numbers, token_bytes
 from kvtier.client.stream import Stream
 from kvtier.errors import DaemonUnavailableError, KvtierError, LeaseLostError, SessionLostError
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.protocol import extra_keys_to_messages
+from kvtier.results import CommitResult
 from kvtier.v1 import cache_pb2 as pb
 
 ExtraKeys = Iterable[tuple[int, bytes]]
@@ -191,8 +192,8 @@ class AsyncLease:
         self.lease_id = acquired.lease_id
         self.matched_pages = page_numbers(acquired.matched_pages)
         self.reserved_pages = page_numbers(acquired.reserved_pages)
-        self.matched_tokens = TokensByTier.from_message(acquired.matched_tokens)
-        self.left_tokens = TokensByTier.from_message(acquired.left_tokens)
+        self.matched_tokens = tokens_by_tier(acquired.matched_tokens)
+        self.left_tokens = tokens_by_tier(acquired.left_tokens)
 
     def check(self) -> None:
         """Raises `LeaseLostError` when the pages may be another's by now. Call it before every launch on them."""

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from kvtier.client.aio import AsyncLease, AsyncSession, ExtraKeys
 from kvtier.client.channel import TlsFiles
+from kvtier.client.convert import PageNumbers, Tokens
 from kvtier.client.pool import PoolMapping
-from kvtier.client.results import CommitResult, PageNumbers, Tokens, TokensByTier
 from kvtier.pages.fingerprint import CacheIdentity
+from kvtier.results import CommitResult, TokensByTier
 
 T = TypeVar("T")
 

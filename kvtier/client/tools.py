@@ -11,8 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvtier.client.aio import ExtraKeys
 from kvtier.client.channel import OPTIONS, TlsFiles, check_address, to_kvtier_error
-from kvtier.client.results import Tokens, TokensByTier, token_bytes
+from kvtier.client.convert import Tokens, token_bytes, tokens_by_tier
 from kvtier.protocol import extra_keys_to_messages
+from kvtier.results import TokensByTier
 from kvtier.v1 import admin_pb2 as admin
 from kvtier.v1 import admin_pb2_grpc, cache_pb2_grpc
 from kvtier.v1 import cache_pb2 as pb
@@ -46,7 +47,7 @@ class Client:
             tokens=token_bytes(tokens),
             extra_keys=extra_keys_to_messages(extra_keys),
         )
-        return TokensByTier.from_message(self._call(self._cache.Lookup, request).tokens)
+        return tokens_by_tier(self._call(self._cache.Lookup, request).tokens)
 
     def prefetch(self, fingerprint: bytes, namespace: str, tokens: Tokens, extra_keys: ExtraKeys = ()) -> int:
         """Starts bringing a prefix to the device; returns the tokens on their way."""

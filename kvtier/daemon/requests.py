@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 
-from kvtier.cache import Prompt, TokensByTier
+from kvtier.cache import Prompt
 from kvtier.errors import DaemonError, InvalidRequestError, KvtierError
 from kvtier.metrics import Metrics
 from kvtier.pages.chain import extras_by_page
+from kvtier.results import TokensByTier
 from kvtier.v1 import cache_pb2 as pb
 
 _log = logging.getLogger(__name__)

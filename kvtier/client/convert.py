@@ -1,13 +1,12 @@
-"""What calls return, and what they take for tokens."""
+"""Between what callers give and get and what travels: tokens, page numbers, figures."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InvalidRequestError
+from kvtier.results import TokensByTier
 from kvtier.v1 import cache_pb2 as pb
 
 Tokens = bytes | npt.NDArray[np.integer]
@@ -19,27 +18,9 @@ MAX_TOKEN_BYTES = 15 << 20
 PageNumbers = npt.NDArray[np.uint32]
 
 
-class TokensByTier(NamedTuple):
-    """Numbers of tokens, by the tier that has or had their pages."""
-
-    device: int
-    host: int
-    redis: int
-
-    @property
-    def total(self) -> int:
-        return self.device + self.host + self.redis
-
-    @staticmethod
-    def from_message(message: pb.TokensByTier) -> TokensByTier:
-        return TokensByTier(message.device, message.host, message.redis)
-
-
-class CommitResult(NamedTuple):
-    """`committed_tokens` counts from the start of the sequence; duplicates had their tokens in the cache already."""
-
-    committed_tokens: int
-    duplicate_pages: int
+def tokens_by_tier(message: pb.TokensByTier) -> TokensByTier:
+    """Tokens by tier as they arrive."""
+    return TokensByTier(message.device, message.host, message.redis)
 
 
 def token_bytes(tokens: Tokens) -> bytes:
