@@ -1,4 +1,4 @@
-"""Generates the protobuf stubs of proto/ into the package, for wheels and editable installs alike."""
+"""Generates the protobuf stubs of proto/ into the package, and puts the CUDA sources of kernels/ into wheels."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class ProtobufStubs(BuildHookInterface[Any]):
-    """Runs protoc (from grpcio-tools) over proto/; the Python import path equals the proto package."""
+class GeneratedFiles(BuildHookInterface[Any]):
+    """Runs protoc (from grpcio-tools) over proto/; the Python import path equals the proto package.
+
+    An editable install needs no copy of kernels/: it finds them in the checkout.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         from grpc_tools import protoc
@@ -27,3 +30,5 @@ class ProtobufStubs(BuildHookInterface[Any]):
         (root / "kvtier" / "v1" / "__init__.py").write_text(
             '"""Generated protobuf messages and gRPC stubs of kvtier.v1."""\n'
         )
+        if version == "standard" and self.target_name == "wheel":
+            build_data["force_include"][str(root / "kernels")] = "kvtier/_kernels"

@@ -88,6 +88,10 @@ class DaemonError(KvtierError):
     """A fault inside the daemon; its log has the details."""
 
 
+class KernelError(KvtierError):
+    """A CUDA kernel could not be compiled, loaded or launched on this machine."""
+
+
 class CorruptPageError(KvtierError):
     """Stored bytes are not the page that their key names."""
 

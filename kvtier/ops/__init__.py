@@ -1,18 +1,21 @@
-"""The operations on pages, in torch: references that run on any device and say what every kernel must compute.
+"""The operations on pages, each run by what is best on the device of its tensors; `dispatch` says what and why.
 
-One layer of the pool is a `kvtier.pages.views.LayerView`; `nvfp4` is the codec alone. The references read lengths and
-page numbers on the host, so on a GPU they wait for it.
+One layer of the pool is a `kvtier.pages.views.LayerView`. The torch references in `kvtier.ops.reference` run on any
+device and say what every kernel must compute; `nvfp4` is the codec alone. `kvtier doctor` prints what was chosen.
 """
 
-from kvtier.ops import nvfp4
-from kvtier.ops.append import quantize_append
-from kvtier.ops.attention import AttentionResult, decode_attention, merge_attention, prefill_attention
-from kvtier.ops.codec import GlobalScales, round_trip
-from kvtier.ops.gather import Workspace, gather_dequantize
+from kvtier.ops.cuda.workspace import DecodeWorkspace
+from kvtier.ops.operations import decode_attention, gather_dequantize, quantize_append
+from kvtier.ops.reference import nvfp4
+from kvtier.ops.reference.attention import AttentionResult, OpenPages, merge_attention, prefill_attention
+from kvtier.ops.reference.codec import GlobalScales, round_trip
+from kvtier.ops.reference.gather import Workspace
 
 __all__ = [
     "AttentionResult",
+    "DecodeWorkspace",
     "GlobalScales",
+    "OpenPages",
     "Workspace",
     "decode_attention",
     "gather_dequantize",

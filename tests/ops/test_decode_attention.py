@@ -10,7 +10,7 @@ from dense_attention import attend
 from paged_sequences import PagedSequences, paged_sequences
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops import AttentionResult, GlobalScales, decode_attention, merge_attention
+from kvtier.ops import AttentionResult, GlobalScales, OpenPages, decode_attention, merge_attention
 from kvtier.pages.layout import PageFormat
 
 
@@ -105,6 +105,28 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
             query[row], sequences.view, sequences.page_table[row], sequences.lengths[row], sequences.scales, 64**-0.5
         )
         assert torch.equal(alone.out, together.out[row]) and torch.equal(alone.lse, together.lse[row])
+
+
+@pytest.mark.parametrize("page_format", list(PageFormat))
+@pytest.mark.parametrize("sliding_window", [None, 1, 9, 25, 1000])
+def test_open_pages_are_attended_behind_those_in_the_pool(page_format: PageFormat, sliding_window: int | None) -> None:
+    sequences = paged_sequences(page_format, [32, 0, 16, 0, 48])
+    query = _query(sequences, 3)
+    tail_lengths = [5, 7, 0, 0, 16]
+    generator = torch.Generator().manual_seed(4)
+    key, value = torch.randn(2, 5, 16, 2, 64, generator=generator).bfloat16()
+    for index, length in enumerate(tail_lengths):
+        key[index, length:] = value[index, length:] = torch.nan
+    tail = OpenPages(key, value, torch.tensor(tail_lengths, dtype=torch.int32))
+    pages = (sequences.view, sequences.page_table, sequences.lengths, sequences.scales)
+    result = decode_attention(query, *pages, 64**-0.5, sliding_window, None, tail)
+    for index, length in enumerate(tail_lengths):
+        row = slice(index, index + 1)
+        keys = torch.cat((sequences.keys[index], key[index, :length].float()))
+        values = torch.cat((sequences.values[index], value[index, :length].float()))
+        expected = attend(query[row], keys, values, 64**-0.5, sliding_window)
+        torch.testing.assert_close(result.out[row].double(), expected.out, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(result.lse[row].double(), expected.lse, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

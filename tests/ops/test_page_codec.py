@@ -7,7 +7,7 @@ import torch
 
 from kvtier.errors import InvalidRequestError
 from kvtier.ops import GlobalScales, round_trip
-from kvtier.ops.codec import decode, encode
+from kvtier.ops.reference.codec import decode, encode
 from kvtier.pages.layout import PageFormat
 
 NAN, INF = float("nan"), float("inf")

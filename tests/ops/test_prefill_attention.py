@@ -8,7 +8,7 @@ from dense_attention import attend
 
 from kvtier.errors import InvalidRequestError
 from kvtier.ops import prefill_attention
-from kvtier.ops.attention import QUERY_CHUNK
+from kvtier.ops.reference.attention import QUERY_CHUNK
 
 
 def _tensors(

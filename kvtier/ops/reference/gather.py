@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops.codec import Encoded, GlobalScales, decode, page_format_of
+from kvtier.ops.reference.codec import Encoded, GlobalScales, decode, page_format_of
 from kvtier.pages.views import LayerView
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops import nvfp4
-from kvtier.ops.fp8 import to_e4m3
+from kvtier.ops.reference import nvfp4
+from kvtier.ops.reference.fp8 import to_e4m3
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.views import DATA_DTYPES, LayerView
 

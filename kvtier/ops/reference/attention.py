@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops.codec import GlobalScales
-from kvtier.ops.gather import read_tokens
+from kvtier.ops.reference.codec import GlobalScales
+from kvtier.ops.reference.gather import Workspace, read_tokens
 from kvtier.pages.views import LayerView
 
 QUERY_CHUNK = 128  # queries at a time in a prefill: bounds the memory of masks and logits, and skips unseen keys
@@ -32,6 +32,19 @@ class AttentionResult(NamedTuple):
     lse: torch.Tensor
 
 
+class OpenPages(NamedTuple):
+    """The newest tokens of each sequence, which are not in pages yet: they follow those that are.
+
+    Shapes, with sequences B, room for T tokens (a page at most), KV heads Hkv:
+        key, value: `(B, T, Hkv, D)` bfloat16, with equal strides and dense rows; rows past a length are not read.
+        lengths: `(B,)` int32, 0 to T.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    lengths: torch.Tensor
+
+
 def decode_attention(
     query: torch.Tensor,
     view: LayerView,
@@ -41,26 +54,24 @@ def decode_attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
+    tail: OpenPages | None = None,
 ) -> AttentionResult:
-    """One query for each of B sequences, that of its last token, over the tokens in its pages.
+    """One query for each of B sequences, that of its last token, over the tokens in its pages and in its open page.
 
-    Args:
-        query: `(B, Hq, D)`, floating point; Hq is a multiple of the pages' KV heads.
-        view: one layer of the pool, of any page format.
-        page_table: `(B, max_pages)` int32, each sequence's page numbers in order; those past its length are not read.
-        lengths: `(B,)` int32, tokens of each sequence, its last one included; 0 gives zeros and an lse of -inf.
-        scales: global scales of this layer.
-
-    Raises `InvalidRequestError` when heads do not divide, a page lies outside the pool or the table is too short.
+    See `kvtier.ops.decode_attention`. The window counts the tokens of both.
     """
-    _check(query.shape[1], view.k_data.shape[1], sliding_window)
+    check_heads_and_window(query.shape[1], view.k_data.shape[1], sliding_window)
     out = torch.zeros_like(query)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-    for index, length in enumerate(lengths.tolist()):
-        if length == 0:
+    tail_lengths = [0] * len(query) if tail is None else tail.lengths.tolist()
+    for index, (length, tail_length) in enumerate(zip(lengths.tolist(), tail_lengths, strict=True)):
+        total = length + tail_length
+        if total == 0:
             continue
-        first = max(0, length - sliding_window) if sliding_window else 0
-        tokens = read_tokens(view, page_table[index], first, length, scales, torch.float32)
+        first = max(0, total - sliding_window) if sliding_window else 0
+        tokens = read_tokens(view, page_table[index], min(first, length), length, scales, torch.float32)
+        if tail is not None:
+            tokens = _followed_by(tokens, tail, index, slice(max(0, first - length), tail_length))
         keys, values = tokens.key.transpose(0, 1), tokens.value.transpose(0, 1)
         grouped = torch.unflatten(query[index], 0, (len(keys), -1))
         logits = _logits(grouped, keys, softmax_scale, logit_softcap)
@@ -97,7 +108,7 @@ def prefill_attention(
     Raises `InvalidRequestError` when heads do not divide or S exceeds T.
     """
     num_queries, num_keys = len(query), len(key)
-    _check(query.shape[1], key.shape[1], sliding_window)
+    check_heads_and_window(query.shape[1], key.shape[1], sliding_window)
     if num_queries > num_keys:
         raise InvalidRequestError(f"{num_queries} queries are more than the {num_keys} tokens that have keys")
     queries, keys, values = (tensor.to(query.dtype).transpose(0, 1) for tensor in (query, key, value))
@@ -116,11 +127,18 @@ def prefill_attention(
     return out
 
 
-def _check(num_query_heads: int, num_kv_heads: int, sliding_window: int | None) -> None:
+def check_heads_and_window(num_query_heads: int, num_kv_heads: int, sliding_window: int | None) -> None:
+    """Raises `InvalidRequestError` when heads do not divide or a window is empty."""
     if num_query_heads % num_kv_heads:
         raise InvalidRequestError(f"{num_query_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     if sliding_window is not None and sliding_window <= 0:
         raise InvalidRequestError(f"sliding_window is {sliding_window}; it must be positive, or None for no window")
+
+
+def _followed_by(tokens: Workspace, tail: OpenPages, index: int, rows: slice) -> Workspace:
+    """`tokens` and, behind them, `rows` of the open page of sequence `index`."""
+    key, value = tail.key[index, rows], tail.value[index, rows]
+    return Workspace(torch.cat((tokens.key, key.float())), torch.cat((tokens.value, value.float())))
 
 
 def _logits(query: torch.Tensor, keys: torch.Tensor, softmax_scale: float, logit_softcap: float | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops.codec import GlobalScales, encode, page_format_of
+from kvtier.ops.reference.codec import GlobalScales, encode, page_format_of
 from kvtier.pages.views import LayerView
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.ops.fp8 import to_e4m3
+from kvtier.ops.reference.fp8 import to_e4m3
 from kvtier.pages.layout import BLOCK_SIZE
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -1,0 +1,72 @@
+"""`gather_dequantize.cu`: cached prefixes from their pages into one workspace."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvtier.errors import InvalidRequestError
+from kvtier.ops.cuda.loader import kernels
+from kvtier.ops.cuda.tensors import (
+    ACCESS_BYTES,
+    check_indices,
+    check_scales,
+    geometry_of,
+    has_aligned_rows,
+    region_addresses,
+    row_strides,
+)
+from kvtier.ops.cuda.variants import gather_macros
+from kvtier.ops.reference.codec import GlobalScales
+from kvtier.ops.reference.gather import Workspace
+from kvtier.pages.views import LayerView
+
+_THREADS = 256
+_BLOCK_BYTES = 4 * _THREADS * ACCESS_BYTES  # of output
+
+
+def gather_dequantize(
+    view: LayerView,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    scales: GlobalScales,
+    workspace: Workspace,
+) -> None:
+    """As `kvtier.ops.gather_dequantize`: the workspace is bfloat16, float16 or float8_e4m3fn."""
+    pool = geometry_of(view)
+    key, value = workspace
+    if not key.shape == value.shape == (len(key), pool.num_kv_heads, pool.head_dim) or key.dtype is not value.dtype:
+        raise InvalidRequestError(
+            f"the workspace has K {tuple(key.shape)} {key.dtype} and V {tuple(value.shape)} {value.dtype}; both must "
+            f"be (rows, {pool.num_kv_heads}, {pool.head_dim}) of one dtype"
+        )
+    if not (has_aligned_rows(key) and has_aligned_rows(value)):
+        raise InvalidRequestError(f"the rows of a workspace must be dense and start on {ACCESS_BYTES} bytes")
+    check_scales(scales)
+    num_sequences, max_pages = page_table.shape
+    check_indices(num_sequences, page_table=page_table, lengths=lengths, starts=starts)
+    if num_sequences == 0 or max_pages == 0:
+        return
+    macros = gather_macros(pool.page_format, key.dtype, pool.head_dim, pool.page_size)
+    arguments = (
+        *region_addresses(view),
+        pool.page_stride_bytes,
+        page_table.data_ptr(),
+        page_table.stride(0),
+        lengths.data_ptr(),
+        starts.data_ptr(),
+        key.data_ptr(),
+        *row_strides(key),
+        value.data_ptr(),
+        *row_strides(value),
+        np.float32(scales.k),
+        np.float32(scales.v),
+        np.int32(pool.num_kv_heads),
+        np.int32(pool.num_pages),
+        np.int32(len(key)),
+    )
+    page_side_bytes = pool.num_kv_heads * pool.page_size * pool.head_dim * key.element_size()
+    grid = (-(-page_side_bytes // _BLOCK_BYTES), max_pages, 2 * num_sequences)
+    kernel = kernels().kernel("gather_dequantize", macros, key.device)
+    kernel.launch(grid, _THREADS, arguments, overlaps=True)

@@ -1,0 +1,159 @@
+"""How each kernel is compiled: its source, the macros of a case, and the cases that are in use.
+
+A kernel is compiled for one dtype, head dimension and page size, so that the compiler knows every loop and address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvtier.errors import InvalidRequestError
+from kvtier.pages.layout import PageFormat
+
+Macros = tuple[tuple[str, int], ...]  # names and values, always in the same order
+
+_TYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+_FORMAT_CODES = {PageFormat.NVFP4: 0, PageFormat.FP8: 1, PageFormat.BF16: 2}
+
+
+def sources_directory() -> Path:
+    """Where the CUDA sources are: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[2]
+    installed = package / "_kernels"
+    return installed if installed.is_dir() else package.parent / "kernels"
+
+
+def append_macros(input_dtype: torch.dtype, page_format: PageFormat, head_dim: int, page_size: int) -> Macros:
+    """Macros of `quantize_append.cu`."""
+    return (
+        ("INPUT", _TYPE_CODES[input_dtype]),
+        ("PAGE_FORMAT", _FORMAT_CODES[page_format]),
+        ("HEAD_DIM", head_dim),
+        ("PAGE_SIZE", page_size),
+        ("SCALE_SEARCH", 0),
+    )
+
+
+def gather_macros(page_format: PageFormat, output_dtype: torch.dtype, head_dim: int, page_size: int) -> Macros:
+    """Macros of `gather_dequantize.cu`."""
+    return (
+        ("PAGE_FORMAT", _FORMAT_CODES[page_format]),
+        ("OUTPUT", _TYPE_CODES[output_dtype]),
+        ("HEAD_DIM", head_dim),
+        ("PAGE_SIZE", page_size),
+    )
+
+
+# ---- decode_attention.cu --------------------------------------------------------------------------------------------
+
+_STAGE_BYTES = 4608  # of a warp's ring: codes and scales of K and V of 4,096 values each
+_STATIC_SHARED_BYTES = 4096  # what the kernel has besides, rounded up
+_HEADS_A_TILE = 8
+
+
+class DecodeVariant(NamedTuple):
+    """How a decode is compiled and launched: one thread block of `num_warps` warps on each multiprocessor."""
+
+    head_dim: int
+    head_tiles: int  # of 8 query heads of one KV head
+    num_warps: int
+    num_stages: int
+    query_in_shared: bool
+
+    @property
+    def warp_bytes(self) -> int:
+        """Shared memory of a warp."""
+        query_bytes = self.head_tiles * self.head_dim * 16 if self.query_in_shared else 0
+        return self.num_stages * _STAGE_BYTES + query_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a thread block."""
+        return self.num_warps * self.warp_bytes
+
+    @property
+    def scratch_floats(self) -> int:
+        """Floats of scratch of a thread block: two partial results and one of each warp."""
+        return (2 + self.num_warps) * _HEADS_A_TILE * self.head_tiles * (self.head_dim + 2)
+
+    def macros(self, query_dtype: torch.dtype, page_size: int) -> Macros:
+        """Macros for queries in bfloat16 or float16."""
+        return (
+            ("KVTIER_HEAD_DIM", self.head_dim),
+            ("KVTIER_PAGE_SIZE", page_size),
+            ("KVTIER_HEAD_TILES", self.head_tiles),
+            ("KVTIER_QUERY_BF16", int(query_dtype is torch.bfloat16)),
+            ("KVTIER_WARPS", self.num_warps),
+            ("KVTIER_STAGES", self.num_stages),
+            ("KVTIER_QUERY_IN_SHARED", int(self.query_in_shared)),
+        )
+
+
+def decode_variant(head_dim: int, group: int, shared_bytes_a_block: int) -> DecodeVariant:
+    """The variant for `group` query heads a KV head on a GPU with so much shared memory a thread block.
+
+    As many warps as registers allow, for the chip waits for memory and for fixed latencies; fewer where their rings do
+    not fit in shared memory. Accumulators grow with head dimension and group, and so do a warp's registers.
+    """
+    head_tiles = -(-group // _HEADS_A_TILE)
+    match head_dim * head_tiles:
+        case 64 | 128:
+            wanted = DecodeVariant(head_dim, head_tiles, 16, 2, False)
+        case 256:
+            wanted = DecodeVariant(head_dim, head_tiles, 12, 2, False)
+        case 512:
+            wanted = DecodeVariant(head_dim, head_tiles, 8, 4, True)
+        case _:
+            raise InvalidRequestError(
+                f"no decode kernel for head dimension {head_dim} and {group} query heads a KV head"
+            )
+    fitting = (shared_bytes_a_block - _STATIC_SHARED_BYTES) // wanted.warp_bytes
+    return wanted._replace(num_warps=min(wanted.num_warps, fitting))
+
+
+_DECODE_CASES = [(head_dim, group) for head_dim in (64, 128, 256) for group in (8, 16)]
+# NOTE: a GPU with the most shared memory (SM90's 227 KiB) gets the most warps, and so the most scratch.
+MAX_SCRATCH_FLOATS_A_BLOCK = max(decode_variant(*case, 227 << 10).scratch_floats for case in _DECODE_CASES)
+
+
+# ---- what is compiled in continuous integration ---------------------------------------------------------------------
+
+SHARED_BYTES_A_BLOCK = {  # the most that a thread block may ask for, by architecture
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90a": 227 << 10,
+    "sm_100a": 227 << 10,
+    "sm_120a": 99 << 10,
+}
+
+_COMPILED_DECODES = (  # head dimension, group, dtype of queries, page size
+    (64, 8, torch.bfloat16, 16),
+    (64, 16, torch.float16, 128),
+    (128, 8, torch.bfloat16, 64),
+    (128, 8, torch.float16, 16),
+    (128, 16, torch.bfloat16, 32),
+    (256, 8, torch.bfloat16, 64),
+    (256, 16, torch.float16, 32),
+)
+
+
+def variants_in_use(architecture: str) -> Iterator[tuple[str, Macros]]:
+    """Kernel names and macros that together compile every branch of every kernel on an architecture."""
+    bf16, fp16, fp8 = _TYPE_CODES
+    nvfp4 = PageFormat.NVFP4
+    for dtype, head_dim in ((bf16, 128), (fp16, 256), (fp8, 64)):
+        yield "quantize_append", append_macros(dtype, nvfp4, head_dim, 64)
+        yield "gather_dequantize", gather_macros(nvfp4, dtype, head_dim, 64)
+    for page_format in (PageFormat.FP8, PageFormat.BF16):
+        yield "quantize_append", append_macros(fp16, page_format, 128, 64)
+        yield "gather_dequantize", gather_macros(page_format, bf16, 128, 64)
+    shared_bytes = SHARED_BYTES_A_BLOCK[architecture]
+    for head_dim, group, query_dtype, page_size in _COMPILED_DECODES:
+        variant = decode_variant(head_dim, group, shared_bytes)
+        yield "decode_attention", variant.macros(query_dtype, page_size)
+    yield "read_sweep", ()
