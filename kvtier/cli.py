@@ -192,6 +192,77 @@ def bench_redis(
     _print_figures(run(rounds=rounds), as_json)
 
 
+@bench.command("decode")
+def bench_decode(
+    geometries: Annotated[str, typer.Option(help="Query heads/KV heads/head dimension, by comma.")] = (
+        "64/8/128,24/4/256"
+    ),
+    loads: Annotated[str, typer.Option(help="Sequences x tokens, by comma.")] = "64x8192,16x32768,4x131072,1x131072",
+    page_sizes: Annotated[str, typer.Option(help="Tokens of a page, by comma.")] = "64",
+    replays: Annotated[int, typer.Option(min=1, help="Replays; figures are medians.")] = 40,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the result to this file; needs matplotlib.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure decode attention on the GPU, beside every peer that is installed."""
+    from kvtier.bench.decode import run
+    from kvtier.bench.decode_cases import Geometry, Load
+    from kvtier.bench.table import plot_decode, require_matplotlib
+
+    if plot:
+        require_matplotlib()
+    cases = _parse_all(Geometry.parse, geometries), _parse_all(Load.parse, loads), _parse_all(int, page_sizes)
+    rows = run(*cases, replays)
+    _print_rows([row._asdict() for row in rows], as_json)
+    if plot:
+        plot_decode(rows, plot)
+
+
+@bench.command("codec")
+def bench_codec(
+    geometries: Annotated[str, typer.Option(help="Query heads/KV heads/head dimension, by comma.")] = (
+        "64/8/128,24/4/256"
+    ),
+    tokens: Annotated[str, typer.Option(help="Tokens of a call, by comma.")] = "64,8192,32768,131072",
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 64,
+    replays: Annotated[int, typer.Option(min=1, help="Replays; figures are medians.")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """Measure quantising tokens into pages, and gathering them, on the GPU."""
+    from kvtier.bench.codec import run
+    from kvtier.bench.decode_cases import Geometry
+
+    rows = run(_parse_all(Geometry.parse, geometries), _parse_all(int, tokens), page_size, replays)
+    _print_rows([row._asdict() for row in rows], as_json)
+
+
+def _parse_all(parse: Callable[[str], Any], text: str) -> list[Any]:
+    return [parse(part) for part in text.split(",")]
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    from kvtier.bench.table import table_of
+
+    if as_json:
+        typer.echo(json.dumps(rows))
+    else:
+        Console(width=200).print(table_of(rows))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show what this machine has and what runs each operation, and test it. Exit with 1 if a result is wrong."""
+    from kvtier.ops.doctor import examine
+
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        for line in report.lines():
+            typer.echo(line)
+    if not report.is_healthy:
+        raise typer.Exit(1)
+
+
 def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(figures))

@@ -65,6 +65,12 @@ async def test_the_help_of_serve_names_every_setting(monkeypatch: pytest.MonkeyP
     assert "--config" in shown
 
 
+async def test_doctor_exits_with_0_on_a_healthy_machine() -> None:
+    shown = await run("doctor", "--json")
+    assert shown.exit_code == 0
+    assert [check["passed"] for check in json.loads(shown.stdout)["checks"]] == [True, True, True]
+
+
 async def test_version() -> None:
     assert (await run("version")).stdout == f"{kvtier.__version__}\n"
 
@@ -76,8 +82,9 @@ async def test_version() -> None:
         (["stats", "--address", "localhost:1"], "over which the daemon speaks mutual TLS only"),
         (["serve", "--redis-connections", "0", "--redis", "none"], "redis_connections: Input should be greater than"),
         (["serve", "--config", "/nowhere.toml"], "no settings file at /nowhere.toml"),
+        (["bench", "decode", "--loads", "64*8192"], "'64*8192' is no load"),
     ],
-    ids=["no daemon", "TCP", "a bad setting", "no settings file"],
+    ids=["no daemon", "TCP", "a bad setting", "no settings file", "a bad load"],
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], fault: str) -> None:
     done = subprocess.run([sys.executable, "-m", "kvtier", *arguments], capture_output=True, text=True, timeout=60)
