@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from kvtier import __version__
 from kvtier.config import Config
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigurationError, KvtierError
 from kvtier.memory import keep_freed_memory
 from kvtier.pages.layout import PageFormat
 
@@ -204,6 +205,7 @@ def bench_decode(
     as_json: AsJson = False,
 ) -> None:
     """Measure decode attention on the GPU, beside every peer that is installed."""
+    _require_torch()
     from kvtier.bench.decode import run
     from kvtier.bench.decode_cases import Geometry, Load
     from kvtier.bench.table import plot_decode, require_matplotlib
@@ -228,11 +230,17 @@ def bench_codec(
     as_json: AsJson = False,
 ) -> None:
     """Measure quantising tokens into pages, and gathering them, on the GPU."""
+    _require_torch()
     from kvtier.bench.codec import run
     from kvtier.bench.decode_cases import Geometry
 
     rows = run(_parse_all(Geometry.parse, geometries), _parse_all(int, tokens), page_size, replays)
     _print_rows([row._asdict() for row in rows], as_json)
+
+
+def _require_torch() -> None:
+    if find_spec("torch") is None:
+        raise ConfigurationError("this command computes with torch, which is missing: pip install 'kvtier[ops]'")
 
 
 def _parse_all(parse: Callable[[str], Any], text: str) -> list[Any]:
@@ -251,6 +259,7 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Show what this machine has and what runs each operation, and test it. Exit with 1 if a result is wrong."""
+    _require_torch()
     from kvtier.ops.doctor import examine
 
     report = examine()

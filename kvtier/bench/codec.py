@@ -156,10 +156,14 @@ def _zeros_like(view: LayerView) -> LayerView:
 def _flashinfer_append(layers: _Layers) -> Callable[[int], None]:
     from flashinfer.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping as append_to_slots
 
+    unit = torch.ones(1, device=layers.slots.device)
+
     def append(layer: int) -> None:
         view = layers.views[layer]
         data, scales = (view.k_data, view.v_data), (view.k_scales, view.v_scales)
-        append_to_slots(layers.keys[layer], layers.values[layer], layers.slots, data, scales, 1.0, 1.0, kv_layout="HND")
+        append_to_slots(
+            layers.keys[layer], layers.values[layer], layers.slots, data, scales, unit, unit, kv_layout="HND"
+        )
 
     return append
 

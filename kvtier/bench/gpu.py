@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,6 +16,7 @@ OURS = "kvtier"  # what our implementation is called beside the peers
 ROTATED_BYTES = 1_200_000_000  # of inputs that repetitions take turns with: far more than any cache holds
 _CEILING_BYTES = 2 << 30
 _WARM_UP_REPLAYS = 6
+_REST_S = 1.0  # before each timing: right after a check in fp64 the clock is held low to save power, for 10% and more
 
 Call = Callable[[], object]
 
@@ -62,6 +64,7 @@ def median_replay_us(graphs: Sequence[torch.cuda.CUDAGraph], replays: int) -> fl
 
 def _median_us(calls: Sequence[Call]) -> float:
     torch.cuda.synchronize()
+    time.sleep(_REST_S)
     times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for call in calls:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -128,7 +128,7 @@ def choose_decode(platform: Platform, case: DecodeCase) -> Choice:
         return Choice(Implementation.REFERENCE, f"the kernel has up to {KERNEL_MAX_GROUP} query heads a KV head")
     if case.query_dtype not in _KERNEL_DTYPES:
         return Choice(Implementation.REFERENCE, "the kernel takes BF16 and FP16 queries")
-    return _kernel(platform, "reads packed pages; FlashInfer's kernels lack what this operation returns or are slower")
+    return _kernel(platform, "attends to packed pages as they are")
 
 
 def _choose_fallback_decode(platform: Platform, case: DecodeCase) -> Choice:
