@@ -88,8 +88,8 @@ class AsyncSession:
         except SessionLostError as error:
             await stream.close()
             raise DaemonUnavailableError(str(error)) from error
-        except KvtierError:
-            await stream.close()
+        except BaseException:
+            stream.end()
             raise
         self._stream = stream
         self._attached.set()
@@ -165,6 +165,9 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Ends the session and its leases."""
+        # NOTE: The stream ends before anything is waited for: a close that is cancelled has closed all the same.
+        if self._stream is not None:
+            self._stream.end()
         if self._keeper is not None:
             self._keeper.cancel()
             # Gathered, so that a cancellation of whoever closes is not taken for the keeper's.

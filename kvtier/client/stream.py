@@ -155,11 +155,14 @@ class Stream:
             with contextlib.suppress(KvtierError):
                 await self.call("heartbeat", self.lease_ttl_s)
 
-    async def close(self) -> None:
+    def end(self) -> None:
         """Ends the stream; leases that are open end with it."""
         self._lose(DaemonUnavailableError("the client closed it"))
         self._call.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Ends the stream, and returns when nothing of it is left."""
+        self.end()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
