@@ -191,6 +191,24 @@ async def test_cancelling_a_large_request_while_it_is_sent_leaves_the_session_al
         assert state_of(operator).sessions == 1
 
 
+async def test_a_close_that_is_cancelled_has_closed_all_the_same(directory: Path) -> None:
+    async with running(small_config(directory)) as operator:
+        for turns in range(4):
+            session = await attach(directory)
+            lease = await session.acquire("tenant", PROMPT, reserve_pages=1)
+            closing = asyncio.create_task(session.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait({closing})
+            if turns == 0:  # it had not begun
+                lease.check()
+                await session.close()
+            with pytest.raises(LeaseLostError):
+                lease.check()
+            await eventually(lambda: operator.statistics().sessions == 0)
+
+
 async def test_the_blocking_client_does_the_same_from_several_threads(directory: Path) -> None:
     async with running(small_config(directory)) as operator:
         await asyncio.to_thread(use_from_threads, f"unix:{directory}/kvtier.sock")

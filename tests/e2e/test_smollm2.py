@@ -68,7 +68,7 @@ def test_replies_do_not_depend_on_the_tier(
     page_format: PageFormat, model: WorkerModel, prompt: tuple[int, ...], directory: Path
 ) -> None:
     page_bytes = model.identity(page_format, PAGE_SIZE).layout.page_bytes
-    whole = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+    whole = len(prompt) // PAGE_SIZE * PAGE_SIZE
     num_pages = 16
     other_prompt = (*prompt[::-1], *prompt)[: (num_pages - 1) * PAGE_SIZE]
     settings = {
