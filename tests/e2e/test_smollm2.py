@@ -67,10 +67,11 @@ def wait_until_stored(directory: Path, identity: CacheIdentity, tokens: tuple[in
 def test_replies_do_not_depend_on_the_tier(
     page_format: PageFormat, model: WorkerModel, prompt: tuple[int, ...], directory: Path
 ) -> None:
-    page_bytes = model.identity(page_format, PAGE_SIZE).layout.page_bytes
+    identity = model.identity(page_format, PAGE_SIZE)
+    page_bytes = identity.layout.page_bytes
     whole = len(prompt) // PAGE_SIZE * PAGE_SIZE
-    num_pages = 16
-    other_prompt = (*prompt[::-1], *prompt)[: (num_pages - 1) * PAGE_SIZE]
+    num_pages = 32
+    other_prompts = [(*prompt[start::-1], *prompt)[: 15 * PAGE_SIZE] for start in (-1, -2)]
     settings = {
         "device_bytes": num_pages * page_bytes,
         "host_bytes": 2 * num_pages * page_bytes,
@@ -87,9 +88,11 @@ def test_replies_do_not_depend_on_the_tier(
         with connect_worker(daemon.address, model, page_format, PAGE_SIZE, options) as worker:
             assert ask(worker).statistics.found.total == 0
             from_device = ask(worker)
-            ask(worker, other_prompt, 1)  # fills the device pool
+            for other in other_prompts:  # they push the first one out of the device pool
+                ask(worker, other, 1)
+                wait_until_stored(directory, identity, other)  # pages that wait to be written stay on the device
             from_host = ask(worker)
-            wait_until_stored(directory, model.identity(page_format, PAGE_SIZE), prompt[:whole])
+            wait_until_stored(directory, identity, prompt[:whole])
             daemon.kill()
             daemon = DaemonProcess.start(directory, **settings)
             from_redis = ask(worker)  # the same worker: it attaches anew by itself
