@@ -4,7 +4,7 @@
 //   INPUT        0 bf16, 1 fp16, 2 e4m3
 //   PAGE_FORMAT  0 nvfp4, 1 fp8, 2 bf16
 //   HEAD_DIM, PAGE_SIZE
-//   SCALE_SEARCH 0: block scales are amax / 6 (bit for bit FlashInfer's writer); 1: the best of 11 around it
+//   SCALE_SEARCH 0: block scales are amax / 6 (as FlashInfer's writer does); 1: the best of 11 around it
 //
 // A thread turns 16 values of K and the same 16 of V, one NVFP4 block each, into 8 bytes and a scale. A thread block
 // holds consecutive tokens of one head, because their rows are adjacent in a page: whole sectors are written, of codes

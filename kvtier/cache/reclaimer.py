@@ -1,7 +1,7 @@
 """Makes room: gives slots of a pool, evicting pages when none are free.
 
-A page leaves the device only with a copy in host memory. It leaves host memory only after it was offered to Redis: what
-Redis does not take is dropped, and counted.
+A page that leaves the device is copied to host memory first, and one that leaves host memory is offered to Redis first.
+What Redis does not take is dropped, and so is what finds all of host memory held by transfers; both are counted.
 """
 
 from __future__ import annotations
