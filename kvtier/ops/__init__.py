@@ -5,7 +5,14 @@ device and say what every kernel must compute; `nvfp4` is the codec alone. `kvti
 """
 
 from kvtier.ops.cuda.workspace import DecodeWorkspace
-from kvtier.ops.operations import decode_attention, gather_dequantize, quantize_append
+from kvtier.ops.operations import (
+    decode_attention,
+    gather_dequantize,
+    quantize_append,
+    transform_keys,
+    transform_queries,
+)
+from kvtier.ops.recipe import LayerRecipe, layer_recipes
 from kvtier.ops.reference import nvfp4
 from kvtier.ops.reference.attention import AttentionResult, OpenPages, merge_attention, prefill_attention
 from kvtier.ops.reference.codec import GlobalScales, round_trip
@@ -15,13 +22,17 @@ __all__ = [
     "AttentionResult",
     "DecodeWorkspace",
     "GlobalScales",
+    "LayerRecipe",
     "OpenPages",
     "Workspace",
     "decode_attention",
     "gather_dequantize",
+    "layer_recipes",
     "merge_attention",
     "nvfp4",
     "prefill_attention",
     "quantize_append",
     "round_trip",
+    "transform_keys",
+    "transform_queries",
 ]

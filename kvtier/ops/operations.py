@@ -12,14 +12,22 @@ from kvtier.ops import dispatch
 from kvtier.ops.cuda.workspace import DecodeWorkspace
 from kvtier.ops.dispatch import Implementation, platform_of
 from kvtier.ops.reference import append, attention, gather
+from kvtier.ops.reference import transform as transforms
 from kvtier.ops.reference.attention import AttentionResult, OpenPages
 from kvtier.ops.reference.codec import GlobalScales, page_format_of
 from kvtier.ops.reference.gather import Workspace
+from kvtier.ops.reference.transform import Balance, Matrices, Transform
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView
 
 
 def quantize_append(
-    view: LayerView, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, scales: GlobalScales
+    view: LayerView,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: GlobalScales,
+    block_scales: BlockScales = BlockScales.LARGEST,
 ) -> None:
     """Writes N tokens of one layer into the pool behind `view`, and no byte beside them.
 
@@ -28,6 +36,7 @@ def quantize_append(
         key, value: `(N, Hkv, D)`, floating point.
         slots: `(N,)` int64, `page_number * page_size + offset in the page`, all different.
         scales: global scales of this layer.
+        block_scales: how the scales of NVFP4 blocks are chosen.
 
     Raises `InvalidRequestError` when shapes disagree or a slot lies outside the pool; nothing is written then. On a GPU
     a token whose slot lies outside the pool is skipped instead.
@@ -36,9 +45,28 @@ def quantize_append(
     if choice.implementation is Implementation.KERNEL:
         from kvtier.ops.cuda import append as cuda_append
 
-        cuda_append.quantize_append(view, key, value, slots, scales)
+        cuda_append.quantize_append(view, key, value, slots, scales, block_scales)
     else:
-        append.quantize_append(view, key, value, slots, scales)
+        append.quantize_append(view, key, value, slots, scales, block_scales)
+
+
+def transform_keys(key: torch.Tensor, transform: Transform) -> torch.Tensor:
+    """What pages and open pages hold for `key`, `(N, Hkv, D)`: the same shape and dtype."""
+    return _transformed(key, transform, transform.key)
+
+
+def transform_queries(query: torch.Tensor, transform: Transform) -> torch.Tensor:
+    """What attends to transformed keys in the place of `query`, `(N, Hq, D)`: the same shape and dtype."""
+    return _transformed(query, transform, transform.query)
+
+
+def _transformed(values: torch.Tensor, transform: Transform, side: torch.Tensor) -> torch.Tensor:
+    """`values` by the factors or matrices of K or of Q."""
+    match transform:
+        case Matrices():
+            return transforms.multiplied(values, side)  # one batched matrix product on any device
+        case Balance():
+            return transforms.balanced(values, side)
 
 
 def gather_dequantize(

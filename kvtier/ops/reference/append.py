@@ -6,11 +6,17 @@ import torch
 
 from kvtier.errors import InvalidRequestError
 from kvtier.ops.reference.codec import GlobalScales, encode, page_format_of
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView
 
 
 def quantize_append(
-    view: LayerView, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, scales: GlobalScales
+    view: LayerView,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: GlobalScales,
+    block_scales: BlockScales = BlockScales.LARGEST,
 ) -> None:
     """Writes N tokens of one layer into the pool behind `view`, and no byte beside them.
 
@@ -19,11 +25,13 @@ def quantize_append(
         key, value: `(N, Hkv, D)`, floating point.
         slots: `(N,)` int64, `page_number * page_size + offset in the page`, all different.
         scales: global scales of this layer.
+        block_scales: how the scales of NVFP4 blocks are chosen.
 
     Raises `InvalidRequestError` when shapes disagree or a slot lies outside the pool; nothing is written then.
     """
     page_format = page_format_of(view)
-    k, v = encode(key, page_format, scales.k), encode(value, page_format, scales.v)
+    k = encode(key, page_format, scales.k, block_scales)
+    v = encode(value, page_format, scales.v, block_scales)
     num_pages, num_heads, page_size, row_length = view.k_data.shape
     if not k.data.shape == v.data.shape == (len(slots), num_heads, row_length):
         raise InvalidRequestError(

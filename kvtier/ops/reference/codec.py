@@ -12,6 +12,7 @@ from kvtier.errors import InvalidRequestError
 from kvtier.ops.reference import nvfp4
 from kvtier.ops.reference.fp8 import to_e4m3
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import DATA_DTYPES, LayerView
 
 _FORMATS = {dtype: page_format for page_format, dtype in DATA_DTYPES.items()}
@@ -44,14 +45,20 @@ def page_format_of(view: LayerView) -> PageFormat:
     return _FORMATS[view.k_data.dtype]
 
 
-def encode(values: torch.Tensor, page_format: PageFormat, global_scale: float) -> Encoded:
+def encode(
+    values: torch.Tensor,
+    page_format: PageFormat,
+    global_scale: float,
+    block_scales: BlockScales = BlockScales.LARGEST,
+) -> Encoded:
     """What a page of `page_format` holds for `values`, floating point of shape `(..., D)`.
 
-    nvfp4: see `nvfp4.quantize`. fp8: `values / global_scale` as saturating E4M3. bf16: the values rounded to bfloat16.
+    nvfp4: see `nvfp4.quantize`; the other formats have no block scales. fp8: `values / global_scale` as saturating
+    E4M3. bf16: the values rounded to bfloat16.
     """
     match page_format:
         case PageFormat.NVFP4:
-            return Encoded(*nvfp4.quantize(values, global_scale))
+            return Encoded(*nvfp4.quantize(values, global_scale, block_scales))
         case PageFormat.FP8:
             # NOTE: a tensor, not a Python number: on CUDA, torch divides by a number through its rounded reciprocal.
             multiplier = torch.full((), global_scale, dtype=torch.float32, device=values.device)
@@ -76,6 +83,12 @@ def decode(encoded: Encoded, page_format: PageFormat, global_scale: float, dtype
     return to_e4m3(values) if dtype is torch.float8_e4m3fn else values.to(dtype)
 
 
-def round_trip(values: torch.Tensor, page_format: PageFormat, global_scale: float) -> torch.Tensor:
+def round_trip(
+    values: torch.Tensor,
+    page_format: PageFormat,
+    global_scale: float,
+    block_scales: BlockScales = BlockScales.LARGEST,
+) -> torch.Tensor:
     """What pages give back for `values`, in the dtype of `values`: the same bits as writing and gathering them."""
-    return decode(encode(values, page_format, global_scale), page_format, global_scale, values.dtype)
+    encoded = encode(values, page_format, global_scale, block_scales)
+    return decode(encoded, page_format, global_scale, values.dtype)

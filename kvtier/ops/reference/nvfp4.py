@@ -14,7 +14,9 @@ import torch
 
 from kvtier.errors import InvalidRequestError
 from kvtier.ops.reference.fp8 import to_e4m3
+from kvtier.ops.reference.scale_search import choose_scales
 from kvtier.pages.layout import BLOCK_SIZE
+from kvtier.pages.recipe import BlockScales
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 INTERLEAVED_TOKENS = 4  # tokens whose V scales SM100 kernels read together
@@ -27,12 +29,13 @@ class Nvfp4Blocks(NamedTuple):
     scales: torch.Tensor
 
 
-def quantize(values: torch.Tensor, global_scale: float) -> Nvfp4Blocks:
+def quantize(values: torch.Tensor, global_scale: float, block_scales: BlockScales = BlockScales.LARGEST) -> Nvfp4Blocks:
     """Codes and linear scales of `values`, floating point of shape `(..., D)` with D a multiple of 16.
 
     For each block of 16, in fp32: `scale = e4m3(amax / (6 * global_scale))`, saturating at 448, where `amax` passes
     over NaN; `code = e2m1(value * (1 / (scale * global_scale)))`, rounded to nearest with ties to even and saturating
     at 6. All codes of a block whose scale rounds to 0 are 0. NaN becomes code 0, and every code keeps its value's sign.
+    `BlockScales.SEARCH` takes a better scale near that one, see `scale_search`.
     """
     if values.shape[-1] % BLOCK_SIZE:
         raise InvalidRequestError(f"the last dimension is {values.shape[-1]}; NVFP4 needs a multiple of {BLOCK_SIZE}")
@@ -41,6 +44,8 @@ def quantize(values: torch.Tensor, global_scale: float) -> Nvfp4Blocks:
     blocks = torch.unflatten(values.float(), -1, (-1, BLOCK_SIZE))
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
     scales = to_e4m3(amax / (E2M1_MAGNITUDES[-1] * multiplier))
+    if block_scales is BlockScales.SEARCH:
+        scales = choose_scales(blocks, scales, multiplier, _nearest_e2m1)
     step = scales.float() * multiplier
     # NOTE: multiply by the reciprocal. True division gives other codes at ties when the scale's mantissa is 1.875.
     reciprocal = torch.where(step == 0, 0, 1 / step)
@@ -95,6 +100,12 @@ def _round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
     codes += magnitudes >= 3.5
     codes += magnitudes > 5.0
     return codes
+
+
+def _nearest_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
+    """E2M1 magnitudes, fp32, nearest to `magnitudes`."""
+    values = torch.tensor(E2M1_MAGNITUDES, device=magnitudes.device)
+    return values[_round_to_e2m1(magnitudes).int()]
 
 
 @functools.cache

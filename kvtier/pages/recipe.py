@@ -1,0 +1,214 @@
+"""Recipes: how the values of a model become codes.
+
+A recipe has, for every layer, the global scales of K and V, the rule by which block scales are chosen, and a constant
+transform of K whose inverse goes to Q, so that logits stay what they are:
+
+| name       | block scales | transform of K and Q                                                              |
+|------------|--------------|-----------------------------------------------------------------------------------|
+| `plain`    | largest      | none                                                                              |
+| `search`   | searched     | none                                                                              |
+| `balanced` | searched     | each channel divided by a factor, then a Walsh-Hadamard transform of every head   |
+| `full`     | searched     | one matrix a KV head                                                              |
+
+`plain` and `search` fit every model. The others are calibrated for one model and kept in a safetensors file. A recipe
+is part of a page's meaning: its digest goes into the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from kvtier.errors import InvalidRequestError
+
+FILE_FORMAT = "kvtier recipe 1"
+
+
+class BlockScales(StrEnum):
+    """How the scale of 16 values is chosen."""
+
+    LARGEST = "largest"  # the largest magnitude becomes 6, as FlashInfer's writer does
+    SEARCH = "search"  # the one of least squared error, of five around it
+
+
+class RecipeName(StrEnum):
+    """See the table above."""
+
+    PLAIN = "plain"
+    SEARCH = "search"
+    BALANCED = "balanced"
+    FULL = "full"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it belongs to one model and comes from a file."""
+        return self in (RecipeName.BALANCED, RecipeName.FULL)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a recipe was calibrated on.
+
+    Attributes:
+        model, revision: as in the identity of the cache.
+        num_positions: positions 0 to this were drawn for the rotary embedding.
+        texts: digest of the texts.
+        num_tokens: tokens of the texts.
+    """
+
+    model: str = ""
+    revision: str = ""
+    num_positions: int = 0
+    texts: str = ""
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """One recipe.
+
+    Attributes, with layers L, KV heads Hkv and head dimension D, all fp32 arrays:
+        balance: `(L, Hkv, D)`, positive; K is divided by it and Q multiplied. `balanced` alone.
+        key_matrices, query_matrices: `(L, Hkv, D, D)`, applied from the right; one is the other's inverse, transposed.
+            `full` alone.
+        global_scales: `(L, 2)`, those of K and V; None is 1.0 everywhere.
+
+    Raises `InvalidRequestError` when arrays do not belong to the name or to each other, or are not finite.
+    """
+
+    name: RecipeName
+    balance: np.ndarray | None = None
+    key_matrices: np.ndarray | None = None
+    query_matrices: np.ndarray | None = None
+    global_scales: np.ndarray | None = None
+    origin: Origin = Origin()
+
+    def __post_init__(self) -> None:
+        wanted = {RecipeName.BALANCED: {"balance"}, RecipeName.FULL: {"key_matrices", "query_matrices"}}
+        given = self.arrays.keys() - {"global_scales"}
+        if given != wanted.get(self.name, set()):
+            raise InvalidRequestError(f"a recipe {self.name} cannot have exactly these arrays: {sorted(given)}")
+        for name, array in self.arrays.items():
+            if array.dtype != np.float32 or not np.isfinite(array).all():
+                raise InvalidRequestError(f"{name} of the recipe must be fp32 and finite")
+        if self.key_matrices is not None and self.query_matrices is not None:
+            _check_matrices(self.key_matrices, self.query_matrices)
+        if self.balance is not None and not (self.balance.ndim == 3 and (self.balance > 0).all()):
+            raise InvalidRequestError("balance of the recipe must be (layers, KV heads, head_dim) and positive")
+        if self.global_scales is not None and not (
+            self.global_scales.shape[1:] == (2,) and (self.global_scales > 0).all()
+        ):
+            raise InvalidRequestError("global_scales of the recipe must be (layers, 2) and positive")
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that it has, by name."""
+        arrays = {
+            "balance": self.balance,
+            "key_matrices": self.key_matrices,
+            "query_matrices": self.query_matrices,
+            "global_scales": self.global_scales,
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    @property
+    def block_scales(self) -> BlockScales:
+        return BlockScales.LARGEST if self.name is RecipeName.PLAIN else BlockScales.SEARCH
+
+    @property
+    def digest(self) -> str:
+        """What goes into the fingerprint: the name, and BLAKE2b-128 of all that changes a code, if there is more."""
+        if not self.arrays:
+            return self.name.value
+        digest = hashlib.blake2b(digest_size=16, person=b"kvtier recipe")
+        for name, array in sorted(self.arrays.items()):
+            digest.update(f"{name}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array, dtype="<f4").tobytes())
+        return f"{self.name}-{digest.hexdigest()}"
+
+    def check_fits(self, model: str, revision: str, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raises `InvalidRequestError` unless the recipe was made for this model, or for any."""
+        if self.origin.revision and self.origin.revision != revision:
+            raise InvalidRequestError(
+                f"the recipe is for {self.origin.model} with weights {self.origin.revision}, and {model} has weights "
+                f"{revision}: run `kvtier calibrate` for this model"
+            )
+        geometry = (num_layers, num_kv_heads, head_dim)
+        for name, array in self.arrays.items():
+            expected = geometry[: 1 if name == "global_scales" else 3]
+            if array.shape[: len(expected)] != expected:
+                raise InvalidRequestError(
+                    f"{name} of the recipe is {array.shape}; {model} has layers, KV heads and head dimension {geometry}"
+                )
+        if self.balance is not None and head_dim & (head_dim - 1):
+            raise InvalidRequestError(f"head_dim is {head_dim}; the recipe `balanced` needs a power of two, use `full`")
+
+    def save(self, path: Path) -> None:
+        """Writes the recipe to `path`, whole or not at all."""
+        metadata = {"format": FILE_FORMAT, "name": self.name.value, "digest": self.digest}
+        metadata["origin"] = json.dumps(vars(self.origin))
+        partial = path.with_name(f".{path.name}.partial")
+        save_file(self.arrays, partial, metadata)
+        partial.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Recipe:
+        """The recipe in a file; raises `InvalidRequestError` when there is none, or it is damaged."""
+        try:
+            with safe_open(path, "np") as file:
+                metadata = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            if metadata.get("format") != FILE_FORMAT:
+                raise InvalidRequestError(f"{path} is not a recipe of this release; run `kvtier calibrate`")
+            recipe = Recipe(RecipeName(metadata["name"]), **arrays, origin=Origin(**json.loads(metadata["origin"])))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise InvalidRequestError(f"cannot read a recipe from {path}: {error}") from error
+        if recipe.digest != metadata["digest"]:
+            raise InvalidRequestError(f"the recipe in {path} is damaged: its digest is not {metadata['digest']}")
+        return recipe
+
+
+PLAIN = Recipe(RecipeName.PLAIN)
+SEARCH = Recipe(RecipeName.SEARCH)
+
+
+def shipped_recipe(revision: str) -> Recipe | None:
+    """The recipe that comes with kvtier for a model's weights, if there is one."""
+    for entry in sorted(files("kvtier.recipes").iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".safetensors"):
+            recipe = Recipe.load(Path(str(entry)))
+            if recipe.origin.revision == revision:
+                return recipe
+    return None
+
+
+def find_recipe(name: str, revision: str) -> Recipe:
+    """The recipe that a user asks for: `plain`, `search`, `shipped` (for these weights, else `search`), or a file."""
+    match name:
+        case "plain":
+            return PLAIN
+        case "search":
+            return SEARCH
+        case "shipped":
+            return shipped_recipe(revision) or SEARCH
+        case _:
+            return Recipe.load(Path(name))
+
+
+def _check_matrices(key: np.ndarray, query: np.ndarray) -> None:
+    if not (key.ndim == 4 and key.shape == query.shape and key.shape[2] == key.shape[3]):
+        raise InvalidRequestError(
+            f"key_matrices {key.shape} and query_matrices {query.shape} of the recipe must both be (layers, KV heads, "
+            "head_dim, head_dim)"
+        )
+    product = key.astype(np.float64) @ np.swapaxes(query.astype(np.float64), -1, -2)
+    if np.abs(product - np.eye(key.shape[3])).max() > 1e-2:
+        raise InvalidRequestError("the matrices of the recipe for keys and queries are not each other's inverse")

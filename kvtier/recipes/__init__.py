@@ -1,0 +1,1 @@
+"""Recipes that were calibrated with `kvtier calibrate` and come with kvtier, one file a model."""
