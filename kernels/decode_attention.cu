@@ -9,6 +9,7 @@
 #include "decode_merge.cuh"
 #include "decode_pages.cuh"
 #include "decode_tail.cuh"
+#include "stream.cuh"
 
 namespace kvtier {
 
@@ -22,6 +23,7 @@ __device__ __forceinline__ void attend_segment(Attention& state, const Arguments
   const int begin = position - segment.begin, end = min(task.end, segment.end) - segment.begin;
   const int page_begin = work.first_page_tile + max(begin - work.num_tail_tiles, 0);
   const int page_end = work.first_page_tile + max(end - work.num_tail_tiles, 0);
+  if (begin < work.num_tail_tiles) prefetch_tail(arguments, work, segment);
   uint32 ring = shared_address(warp_memory);
   keep(ring);
   const TileCopier copier(arguments, segment, work, ring);
@@ -71,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(kvtier::kWarps * 32, 1)
   const int warp = threadIdx.x / 32;
   uint8* warp_memory = shared_memory + warp * kWarpBytes;
 
+  wait_for_previous_kernel();
   Task& task = tasks[warp];
   {
     Plan plan{arguments.lengths, arguments.tail_lengths, arguments.num_sequences, arguments.num_heads,

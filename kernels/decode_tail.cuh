@@ -5,13 +5,30 @@
 
 namespace kvtier {
 
+__device__ __forceinline__ long long tail_offset(const Arguments& arguments, const Segment& segment) {
+  return segment.sequence * arguments.tail_sequence_stride + segment.head * arguments.tail_head_stride;
+}
+
+// Asks for a tail to be brought into L2: a tile of it is read in two steps that wait for memory, and has none in flight.
+__device__ __forceinline__ void prefetch_tail(const Arguments& arguments, const Work& work, const Segment& segment) {
+  constexpr int kLineElements = 64;
+  const long long start = tail_offset(arguments, segment);
+  for (int row = work.first_tail_tile * kTileTokens + threadIdx.x % 32; row < work.tail_tokens; row += 32) {
+    const long long offset = start + row * arguments.tail_token_stride;
+#pragma unroll
+    for (int element = 0; element < kHeadDim; element += kLineElements) {
+      prefetch_line(arguments.tail_k + offset + element);
+      prefetch_line(arguments.tail_v + offset + element);
+    }
+  }
+}
+
 // Attends tile `tile` of the tail, leaving `state.values` in units of V itself.
 __device__ __forceinline__ void attend_tail_tile(Attention& state, const Arguments& arguments, const Work& work,
                                                  const Segment& segment, const Query& query, int tile) {
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int first = max(work.first_token - work.page_tokens, 0), last = work.tail_tokens;
-  const long long start =
-      segment.sequence * arguments.tail_sequence_stride + segment.head * arguments.tail_head_stride;
+  const long long start = tail_offset(arguments, segment);
   const int token = tile * kTileTokens;
   Logits logits;
 #pragma unroll

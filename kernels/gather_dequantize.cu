@@ -4,6 +4,7 @@
 //   PAGE_FORMAT  0 nvfp4, 1 fp8, 2 bf16
 //   OUTPUT       0 bf16, 1 fp16, 2 e4m3 (saturating)
 //   HEAD_DIM, PAGE_SIZE
+//   UNIT_SCALES  1: nvfp4 whose global scales are both 1
 //
 // A thread makes 16 bytes of output at a time, so that every store of a warp writes whole lines, and has
 // kItemsPerThread loads under way. A thread block holds adjacent rows of one side of one page.
@@ -48,16 +49,39 @@ __device__ __forceinline__ Stored load_item(const u8* data, const u8* scales, u3
   return stored;
 }
 
-// Eight E2M1 codes times their block scale. E2M1's fields, moved up against those of fp16, are the value times 2^-14,
-// and the product with an E4M3 number is exact: at most 6 significant bits, a multiple of 2^-24, below 0.17.
-__device__ __forceinline__ void decode_codes(u32 codes, u32 scale_pair, float multiplier, float* value) {
+// Brings what this thread block will read of a page into L2 while the stream's previous kernel is still running: most of
+// a short gather's time is the latency of its first loads.
+__device__ __forceinline__ void prefetch_items(const u8* data, const u8* scales, u32 num_items) {
+#if __CUDA_ARCH__ >= 900
+  const u32 first = blockIdx.x * kItemsPerBlock;
+  const u32 count = min(num_items - first, static_cast<u32>(kItemsPerBlock));
+  prefetch_to_l2(data + first * kStoredBytes, count * kStoredBytes);
+  // NOTE: a block's items are a multiple of 1,024 or end a page: their scales are multiples of 16 bytes.
+  if constexpr (PAGE_FORMAT == 0) prefetch_to_l2(scales + first * kValues / 16, count * kValues / 16);
+#endif
+}
+
+// Four E2M1 codes, moved up against the fields of fp16: each is its value times 2^-14.
+struct Codes {
+  u32 even;  // codes 0 and 2
+  u32 odd;   // codes 1 and 3
+};
+
+// The low four of a word's eight codes, or the high four.
+__device__ __forceinline__ Codes spread_codes(u32 codes, bool high) {
   const u32 even = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0E0E0E0Eu);
   const u32 odd = (codes & 0x80808080u) | (codes >> 3 & 0x0E0E0E0Eu);
+  const u32 bytes = high ? 0x3424 : 0x1404;
+  return {__byte_perm(even, 0, bytes), __byte_perm(odd, 0, bytes)};
+}
+
+// Eight E2M1 codes times their block scale. The product with an E4M3 number is exact: at most 6 significant bits, a
+// multiple of 2^-24, below 0.17.
+__device__ __forceinline__ void decode_codes(u32 word, u32 scale_pair, float multiplier, float* value) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {  // bytes 2i and 2i + 1 hold elements 4i to 4i + 3
-    const u32 spread = i == 0 ? 0x1404 : 0x3424;
-    const u32 evens = Fp16::multiply(__byte_perm(even, 0, spread), scale_pair);
-    const u32 odds = Fp16::multiply(__byte_perm(odd, 0, spread), scale_pair);
+  for (int i = 0; i < 2; ++i) {
+    const Codes codes = spread_codes(word, i);
+    const u32 evens = Fp16::multiply(codes.even, scale_pair), odds = Fp16::multiply(codes.odd, scale_pair);
     value[4 * i] = __fmul_rn(Fp16::low(evens), multiplier);
     value[4 * i + 1] = __fmul_rn(Fp16::low(odds), multiplier);
     value[4 * i + 2] = __fmul_rn(Fp16::high(evens), multiplier);
@@ -102,6 +126,36 @@ __device__ __forceinline__ uint4 encode_item(const float* value) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+#if UNIT_SCALES
+// Codes times their block scale are exact in fp16, in fewer instructions: they limit a gather as much as memory does.
+__device__ __forceinline__ uint4 recode_item(const Stored& stored, float) {
+  constexpr u32 kTwoTo14 = 0x74007400u;  // in both lanes
+  const u32 scale_pair = Fp16::multiply((stored.scale << 7) * 0x10001u, kFp16Pair256);
+  u32 word[4];
+#pragma unroll
+  for (int i = 0; i < kValues / 4; ++i) {
+    const Codes codes = spread_codes(stored.word[i / 2], i % 2);
+    const u32 evens = Fp16::multiply(Fp16::multiply(codes.even, kTwoTo14), scale_pair);
+    const u32 odds = Fp16::multiply(Fp16::multiply(codes.odd, kTwoTo14), scale_pair);
+    if constexpr (OUTPUT == 0) {
+      word[2 * i] = Bf16::pack(Fp16::low(evens), Fp16::low(odds));
+      word[2 * i + 1] = Bf16::pack(Fp16::high(evens), Fp16::high(odds));
+    } else if constexpr (OUTPUT == 1) {
+      word[2 * i] = __byte_perm(evens, odds, 0x5410), word[2 * i + 1] = __byte_perm(evens, odds, 0x7632);
+    } else {
+      word[i] = __byte_perm(fp16_to_e4m3(evens), fp16_to_e4m3(odds), 0x5140);
+    }
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+#else
+__device__ __forceinline__ uint4 recode_item(const Stored& stored, float global_scale) {
+  float decoded[kValues];
+  decode_item(stored, global_scale, decoded);
+  return encode_item(decoded);
+}
+#endif
+
 // Grid (ceil(KV heads * PAGE_SIZE * kItemsPerRow / kItemsPerBlock), pages a sequence at most, 2 * sequences); block
 // kThreads. Strides are in bytes, save that of the page table.
 //
@@ -113,19 +167,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                       i64 key_token_stride, i64 key_head_stride, u8* value, i64 value_token_stride,
                       i64 value_head_stride, float k_global_scale, float v_global_scale, int num_heads, int num_pages,
                       int num_rows) {
-  join_stream();
   const bool is_key = (blockIdx.z & 1) == 0;
   const int sequence = blockIdx.z >> 1;
   const int first_token = blockIdx.y * PAGE_SIZE;
+  const u8* const side_data = is_key ? k_data : v_data;
+  const u8* const side_scales = is_key ? k_scales : v_scales;
+  const int* const page_address = page_table + sequence * page_table_stride + blockIdx.y;
+  const u32 num_items = num_heads * PAGE_SIZE * kItemsPerRow;
+  let_next_kernel_come();
+  if (threadIdx.x == 0) {
+    const int page = peek(page_address);
+    if (first_token < peek(lengths + sequence) && static_cast<u32>(page) < static_cast<u32>(num_pages)) {
+      prefetch_items(side_data + page * page_stride, side_scales + page * page_stride, num_items);
+    }
+  }
+  wait_for_previous_kernel();
   // NOTE: all three are loaded before any is looked at, so that their latencies overlap.
   const int length = lengths[sequence];
-  const int page = page_table[sequence * page_table_stride + blockIdx.y];
+  const int page = *page_address;
   const int first_row = starts[sequence] + first_token;
   if (first_token >= length || static_cast<u32>(page) >= static_cast<u32>(num_pages)) return;
-  const u8* const data = (is_key ? k_data : v_data) + page * page_stride;
-  const u8* const scales = (is_key ? k_scales : v_scales) + page * page_stride;
-  const u32 num_items = num_heads * PAGE_SIZE * kItemsPerRow;
-  const u32 tokens_here = min(length - first_token, PAGE_SIZE);
+  const u8* const data = side_data + page * page_stride;
+  const u8* const scales = side_scales + page * page_stride;
   const u32 first_item = blockIdx.x * kItemsPerBlock + threadIdx.x;
 
   Stored stored[kItemsPerThread];
@@ -136,18 +199,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (item < num_items) stored[i] = load_item(data, scales, item);
   }
 
-  u8* const target = is_key ? key : value;
   const i64 token_stride = is_key ? key_token_stride : value_token_stride;
   const i64 head_stride = is_key ? key_head_stride : value_head_stride;
   const float global_scale = is_key ? k_global_scale : v_global_scale;
+  u8* const target = (is_key ? key : value) + first_row * token_stride;
+  // Tokens of this page that are in the sequence and have a row in the workspace.
+  const int begin = max(0, -first_row), end = min(min(length - first_token, PAGE_SIZE), num_rows - first_row);
+  const u32 num_tokens = max(end - begin, 0);
+  // NOTE: in units of 16 bytes offsets have 32 bits, and an address costs a third of the instructions.
+  const u32 token_step = static_cast<u32>(token_stride / 16), head_step = static_cast<u32>(head_stride / 16);
 #pragma unroll
   for (int i = 0; i < kItemsPerThread; ++i) {
     const u32 item = first_item + i * kThreads;
-    const u32 column = item % kItemsPerRow, token = item / kItemsPerRow % PAGE_SIZE;
-    const u32 head = item / (kItemsPerRow * PAGE_SIZE), row = first_row + token;
-    if (item >= num_items || token >= tokens_here || row >= static_cast<u32>(num_rows)) continue;
-    float decoded[kValues];
-    decode_item(stored[i], global_scale, decoded);
-    *reinterpret_cast<uint4*>(target + row * token_stride + head * head_stride + column * 16) = encode_item(decoded);
+    const u32 column = item % kItemsPerRow, row = item / kItemsPerRow;
+    const u32 token = row % PAGE_SIZE, head = row / PAGE_SIZE;
+    if (item >= num_items || token - begin >= num_tokens) continue;
+    uint4* const place = reinterpret_cast<uint4*>(target) + (token * token_step + head * head_step + column);
+    *place = recode_item(stored[i], global_scale);
   }
 }

@@ -4,6 +4,8 @@
 // Multiplications and additions that must not be fused are written as intrinsics, so no compiler flag can change a bit.
 #pragma once
 
+#include "stream.cuh"
+
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -17,20 +19,6 @@ constexpr int kMaxThreadsPerSm = 1536;
 #else
 constexpr int kMaxThreadsPerSm = 2048;
 #endif
-
-// ---- neighbours in the stream -------------------------------------------------------------------------------------
-
-// Lets the stream's next kernel be brought onto the chip while this one runs, and waits until the previous one has
-// finished and its writes are seen. Without effect unless launched with programmatic stream serialization.
-//
-// NOTE: every thread block calls it before it touches memory and before it returns: a kernel that ends without having
-// waited would let the next one overtake the previous one.
-__device__ __forceinline__ void join_stream() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // ---- 16-bit values, two in a word ---------------------------------------------------------------------------------
 
@@ -76,9 +64,21 @@ struct Fp16 {
     return d;
   }
 
+  static __device__ __forceinline__ u32 smaller(u32 a, u32 b) {
+    u32 d;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+  }
+
   static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
     u32 d;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+  }
+
+  static __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
   }
 };
@@ -154,5 +154,16 @@ __device__ __forceinline__ u32 pack_e4m3(float low, float high) {
     return code | (__float_as_uint(x) >> 24 & 0x80u);
   };
   return one(low) | one(high) << 8;
+#endif
+}
+
+// The same of two fp16 values.
+__device__ __forceinline__ u32 fp16_to_e4m3(u32 pair) {
+#if __CUDA_ARCH__ >= 890
+  u16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(d) : "r"(pair));
+  return d;
+#else
+  return pack_e4m3(Fp16::low(pair), Fp16::high(pair));
 #endif
 }

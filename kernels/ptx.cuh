@@ -31,6 +31,11 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// Asks for the 128 bytes around an address to be brought into L2.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Reads what no kernel writes meanwhile.
 __device__ __forceinline__ int load_constant(const int* pointer) {
   int loaded;

@@ -4,7 +4,7 @@
 //   INPUT        0 bf16, 1 fp16, 2 e4m3
 //   PAGE_FORMAT  0 nvfp4, 1 fp8, 2 bf16
 //   HEAD_DIM, PAGE_SIZE
-//   SCALE_SEARCH 0: block scales are amax / 6 (as FlashInfer's writer does); 1: the best of 11 around it
+//   SCALE_SEARCH 0: block scales are amax / 6 (as FlashInfer's writer does); 1: the best of five around it
 //
 // A thread turns 16 values of K and the same 16 of V, one NVFP4 block each, into 8 bytes and a scale. A thread block
 // holds consecutive tokens of one head, because their rows are adjacent in a page: whole sectors are written, of codes
@@ -18,7 +18,7 @@ constexpr int kThreads = kTokensPerTile * kBlocksPerRow;  // blockDim.x
 // Registers are held to 32, so that as many threads as the chip can hold wait for memory: 15% of the time of a long
 // prefill. E4M3 input needs more of them. The search computes for so long that it does not wait.
 constexpr int kThreadsPerSm = INPUT == 2 ? kMaxThreadsPerSm / 4 * 3 : kMaxThreadsPerSm;
-constexpr int kThreadBlocksPerSm = SCALE_SEARCH ? 1 : kThreadsPerSm / kThreads;
+constexpr int kThreadBlocksPerSm = kThreadsPerSm / (SCALE_SEARCH ? 2 : 1) / kThreads;
 
 #if INPUT == 0
 using Pairs = Bf16;
@@ -96,55 +96,74 @@ __device__ __forceinline__ float half_reciprocal_of(float scale, float global_sc
 }
 
 #if SCALE_SEARCH
-constexpr int kFirstCandidate = -4, kLastCandidate = 6;
+// The search computes errors in fp16, two values at a time, in units of the plain step. See `scale_search.py`.
 
 __device__ __forceinline__ float value_of_e4m3(u32 code) {
   return __fmul_rn(Fp16::low(code << 7), 256.f);
 }
 
-// Squared error of 16 magnitudes at one scale, summed in halves: 8 + 8, 4 + 4, ...
-__device__ __forceinline__ float squared_error(const float* magnitude, float scale, float global_scale) {
-  const float step = __fmul_rn(scale, global_scale);
-  const float half_reciprocal = half_reciprocal_of(scale, global_scale);
-  float error[16];
+__device__ __forceinline__ u32 in_both_lanes(float value) { return Fp16::pack(value, value); }
+
+constexpr u32 kTwoToMinus7 = 0x20002000u;    // in both lanes
+constexpr u32 kLargestScaled = 0x0E000E00u;  // 6 * 2^-14
+constexpr int kSearched[] = {4, 121};        // codes whose candidates all lie in E4M3
+
+// Values and their errors are in units of the plain step. `shrink`: 2^-7 times the plain scale over the candidate;
+// `minus_grow`: -2^14 times the candidate over the plain scale.
+//
+// The nearest E2M1 comes from the bits of an fp16 number 2^-14 times as large: E2M1's subnormal numbers are fp16's then,
+// and one mantissa bit is left by rounding ten bits to one.
+template <bool kCanSaturate>
+__device__ __forceinline__ float squared_error(const u32* magnitudes, const u32* small, u32 shrink, u32 minus_grow) {
+  u32 sums = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float code = __fadd_rn(round_to_e2m1(magnitude[i], half_reciprocal), -kInteger);
-    const float e2m1 = fmaxf(fmaxf(__fmul_rn(0.5f, code), __fadd_rn(code, -2.f)), __fmaf_rn(2.f, code, -8.f));
-    const float difference = __fmaf_rn(-e2m1, step, magnitude[i]);
-    error[i] = __fmul_rn(difference, difference);
+  for (int i = 0; i < 8; ++i) {
+    u32 scaled = Fp16::multiply(small[i], shrink);
+    if constexpr (kCanSaturate) scaled = Fp16::smaller(scaled, kLargestScaled);
+    const u32 nearest = (scaled + 0x01000100u) & 0x7E007E00u;
+    const u32 error = Fp16::multiply_add(nearest, minus_grow, magnitudes[i]);
+    sums = Fp16::multiply_add(error, error, sums);
   }
-#pragma unroll
-  for (int width = 8; width; width /= 2)
-#pragma unroll
-    for (int i = 0; i < width; ++i) error[i] = __fadd_rn(error[i], error[i + width]);
-  return error[0];
+  return __fadd_rn(Fp16::low(sums), Fp16::high(sums));
 }
 
-// The scale of least squared error among the E4M3 codes -4 to +6 around the plain one; the smallest of equals.
-// Values that are not finite have no say.
+struct Candidate {
+  E4m3 scale;
+  float error;
+};
+
+// The better of `best` and the scale whose code is `kOffset` away from the plain one; the first of equals.
+template <int kOffset>
+__device__ __forceinline__ void consider(const u32* magnitudes, const u32* small, E4m3 plain, float plain_reciprocal,
+                                         Candidate& best) {
+  const u32 code = plain.code + kOffset;
+  const float scale = value_of_e4m3(code);
+  const u32 shrink = in_both_lanes(__fmul_rn(__fmul_rn(plain.value, reciprocal(scale)), 0.0078125f));
+  const u32 minus_grow = in_both_lanes(__fmul_rn(__fmul_rn(scale, plain_reciprocal), -16384.f));
+  // A larger scale than the plain one saturates nowhere.
+  const float error = squared_error<(kOffset < 0)>(magnitudes, small, shrink, minus_grow);
+  if (error < best.error) best = {{code, scale}, error};  // NaN compares false
+}
+
+// The scale of least squared error among the E4M3 codes 0, -1, 1, 4 and 5 away from the plain one.
 __device__ __forceinline__ E4m3 choose_scale(const Block& block, float global_scale, E4m3 plain) {
-  if (plain.code == 0) return plain;  // all codes are 0
-  float magnitude[16];
+  const float inverse_step = reciprocal(__fmul_rn(plain.value, global_scale));
+  u32 magnitudes[8], small[8];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    magnitude[i] = fabsf(i & 1 ? Pairs::high(block.pair[i / 2]) : Pairs::low(block.pair[i / 2]));
-    if (!(magnitude[i] < __uint_as_float(0x7F800000u))) magnitude[i] = 0.f;
+  for (int i = 0; i < 8; ++i) {
+    magnitudes[i] = Fp16::pack(__fmul_rn(Pairs::low(block.pair[i]), inverse_step),
+                               __fmul_rn(Pairs::high(block.pair[i]), inverse_step)) &
+                    0x7FFF7FFFu;
+    small[i] = Fp16::multiply(magnitudes[i], kTwoToMinus7);
   }
-  E4m3 best = plain;
-  float least_error = __uint_as_float(0x7F800000u);
-  const int first = max(static_cast<int>(plain.code) + kFirstCandidate, 1);
-  const int last = min(static_cast<int>(plain.code) + kLastCandidate, 126);
-#pragma unroll 1
-  for (int code = first; code <= last; ++code) {
-    const float scale = value_of_e4m3(code);
-    const float error = squared_error(magnitude, scale, global_scale);
-    if (error < least_error) {
-      least_error = error;
-      best = {static_cast<u32>(code), scale};
-    }
-  }
-  return best;
+  Candidate best{plain, squared_error<false>(magnitudes, small, kTwoToMinus7, 0xF400F400u)};
+  const float plain_reciprocal = reciprocal(plain.value);
+  consider<-1>(magnitudes, small, plain, plain_reciprocal, best);
+  consider<1>(magnitudes, small, plain, plain_reciprocal, best);
+  consider<4>(magnitudes, small, plain, plain_reciprocal, best);
+  consider<5>(magnitudes, small, plain, plain_reciprocal, best);
+  const bool is_searched = plain.code - kSearched[0] <= static_cast<u32>(kSearched[1] - kSearched[0]);
+  return is_searched ? best.scale : plain;
 }
 #else
 __device__ __forceinline__ E4m3 choose_scale(const Block&, float, E4m3 plain) { return plain; }

@@ -1,4 +1,4 @@
-"""`kvtier bench codec`: quantising new tokens into pages and gathering cached ones from them, ours and every peer's.
+"""`kvtier bench codec`: quantising new tokens into pages, transforming keys, and gathering cached tokens.
 
 Times are those of one call among several in a CUDA graph, as in a model, where layer follows layer. Inputs take turns
 over more than 1 GB, except for a few tokens: those of a decode step come from the cache in a model too. Bytes count
@@ -20,7 +20,10 @@ from kvtier.bench.decode_cases import UNIT_SCALES, Geometry
 from kvtier.bench.gpu import OURS, ROTATED_BYTES, capture, copy_ceiling_gbps, measuring, median_replay_us, require_gpu
 from kvtier.ops.reference import append as reference_append
 from kvtier.ops.reference import gather as reference_gather
+from kvtier.ops.reference import transform as reference_transform
+from kvtier.ops.reference.transform import Balance, Matrices, Transform
 from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView, layer_view
 
 _MAX_LAYERS = 64
@@ -65,6 +68,7 @@ def run(geometries: Sequence[Geometry], token_counts: Sequence[int], page_size: 
         for num_tokens in token_counts:
             layers = _make_layers(geometry, num_tokens, page_size, device)
             rows += _append_rows(layers, ceiling, replays)
+            rows += _transform_rows(layers, ceiling, replays)
             rows += _gather_rows(layers, ceiling, replays)
             del layers
             gc.collect()
@@ -101,12 +105,9 @@ class _Measured(NamedTuple):
 
 
 def _row(
-    operation: str, types: tuple[str, str], layers: _Layers, value_bytes: int, ceiling: float, of: _Measured
+    operation: str, types: tuple[str, str], layers: _Layers, total_bytes: int, ceiling: float, of: _Measured
 ) -> Row:
-    """`value_bytes`: of one unpacked value, on the side that is not the pages."""
     num_tokens, layout = len(layers.slots), layers.layout
-    values_a_token = 2 * layout.num_kv_heads * layout.head_dim
-    total_bytes = num_tokens * (layout.token_bytes // layout.num_layers + values_a_token * value_bytes)
     gbps = total_bytes / of.median_us / 1e3
     return Row(
         impl=of.impl,
@@ -124,22 +125,58 @@ def _row(
     )
 
 
-def _append_rows(layers: _Layers, ceiling: float, replays: int) -> Iterator[Row]:
-    def kvtier(layer: int) -> None:
-        ops.quantize_append(layers.views[layer], layers.keys[layer], layers.values[layer], layers.slots, UNIT_SCALES)
+def _codec_bytes(layers: _Layers, value_bytes: int) -> int:
+    """Bytes of K and V of all tokens, packed and, at `value_bytes` a value, unpacked."""
+    layout = layers.layout
+    values_a_token = 2 * layout.num_kv_heads * layout.head_dim
+    return len(layers.slots) * (layout.token_bytes // layout.num_layers + values_a_token * value_bytes)
 
-    contenders: dict[str, Callable[[int], None]] = {OURS: kvtier}
-    if find_spec("flashinfer") is not None:
-        contenders["flashinfer"] = _flashinfer_append(layers)
-    expected = _zeros_like(layers.views[0])
-    reference_append.quantize_append(expected, layers.keys[0], layers.values[0], layers.slots, UNIT_SCALES)
-    for impl, append in contenders.items():
-        for region in layers.views[0]:
-            region.view(torch.uint8).zero_()
-        with measuring(impl, "quantize_append"):
-            median_us = _median_call_us(append, layers.layout.num_layers, replays)
-            measured = _Measured(impl, median_us, _differing_bytes(layers.views[0], expected))
-            yield _row("quantize_append", ("bf16", "nvfp4"), layers, 2, ceiling, measured)
+
+def _append_rows(layers: _Layers, ceiling: float, replays: int) -> Iterator[Row]:
+    for block_scales in BlockScales:
+        contenders: dict[str, Callable[[int], None]] = {OURS: _kvtier_append(layers, block_scales)}
+        if find_spec("flashinfer") is not None and block_scales is BlockScales.LARGEST:
+            contenders["flashinfer"] = _flashinfer_append(layers)
+        expected = _zeros_like(layers.views[0])
+        tokens = layers.keys[0], layers.values[0], layers.slots
+        reference_append.quantize_append(expected, *tokens, UNIT_SCALES, block_scales)
+        for impl, append in contenders.items():
+            for region in layers.views[0]:
+                region.view(torch.uint8).zero_()
+            operation = f"quantize_append, scales by {block_scales}"
+            with measuring(impl, operation):
+                median_us = _median_call_us(append, layers.layout.num_layers, replays)
+                measured = _Measured(impl, median_us, _differing_bytes(layers.views[0], expected))
+                yield _row(operation, ("bf16", "nvfp4"), layers, _codec_bytes(layers, 2), ceiling, measured)
+
+
+def _kvtier_append(layers: _Layers, block_scales: BlockScales) -> Callable[[int], None]:
+    def append(layer: int) -> None:
+        tokens = layers.keys[layer], layers.values[layer], layers.slots
+        ops.quantize_append(layers.views[layer], *tokens, UNIT_SCALES, block_scales)
+
+    return append
+
+
+def _transform_rows(layers: _Layers, ceiling: float, replays: int) -> Iterator[Row]:
+    """The transform of K in the recipes `balanced` and `full`."""
+    num_heads, head_dim = layers.keys.shape[-2:]
+    device, dtype, first_keys = layers.keys.device, layers.keys.dtype, layers.keys[0]
+    balance = Balance.of(torch.rand(num_heads, head_dim, device=device) + 0.5)
+    basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim, device=device))[0].to(dtype)
+    transforms: dict[str, tuple[Transform, torch.Tensor]] = {
+        "balanced": (balance, reference_transform.balanced(first_keys, balance.key)),
+        "full": (Matrices(basis, basis), reference_transform.multiplied(first_keys, basis)),
+    }
+    for name, (transform, expected) in transforms.items():
+
+        def kvtier(layer: int, transform: Transform = transform) -> None:
+            ops.transform_keys(layers.keys[layer], transform)
+
+        median_us = _median_call_us(kvtier, layers.layout.num_layers, replays)
+        measured = _Measured(OURS, median_us, _differing_bytes([ops.transform_keys(first_keys, transform)], [expected]))
+        total_bytes = 2 * first_keys.numel() * dtype.itemsize
+        yield _row(f"transform_keys, {name}", ("bf16", "bf16"), layers, total_bytes, ceiling, measured)
 
 
 def _differing_bytes(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> int:
@@ -188,7 +225,14 @@ def _gather_rows(layers: _Layers, ceiling: float, replays: int) -> Iterator[Row]
             with measuring(impl, "gather_dequantize"):
                 median_us = _median_call_us(gather, layers.layout.num_layers, replays)
                 measured = _Measured(impl, median_us, _differing_bytes(spaces[0], expected))
-                yield _row("gather_dequantize", ("nvfp4", name), layers, dtype.itemsize, ceiling, measured)
+                yield _row(
+                    "gather_dequantize",
+                    ("nvfp4", name),
+                    layers,
+                    _codec_bytes(layers, dtype.itemsize),
+                    ceiling,
+                    measured,
+                )
 
 
 def _flashinfer_gather(layers: _Layers, spaces: list[ops.Workspace]) -> Callable[[int], None]:

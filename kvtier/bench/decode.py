@@ -54,7 +54,9 @@ def run(geometries: Sequence[Geometry], loads: Sequence[Load], page_sizes: Seque
     """
     device = require_gpu()
     ceiling = read_ceiling_gbps(device)
-    contenders = [Contender(OURS, PageFormat.NVFP4, _prepare_kvtier, dense=False), *installed_peers(device)]
+    ours = Contender(OURS, PageFormat.NVFP4, _prepare_kvtier)
+    ours_with_recipe = Contender(f"{OURS}, recipe", PageFormat.NVFP4, _prepare_with_recipe, has_recipe=True)
+    contenders = [ours, ours_with_recipe, *installed_peers(device)]
     print(f"read ceiling {ceiling:.0f} GB/s", file=sys.stderr)
     cases = [Case(geometry, load, size) for geometry in geometries for load in loads for size in page_sizes]
     return [row for case in cases for row in _rows(case, contenders, ceiling, replays, device)]
@@ -70,6 +72,18 @@ def _prepare_kvtier(inputs: Inputs) -> Decoder:
     return decode
 
 
+def _prepare_with_recipe(inputs: Inputs) -> Decoder:
+    """The queries of a decode with the recipe `balanced` are transformed in every layer, and half a page is open."""
+    workspace = ops.DecodeWorkspace(inputs.query.device, inputs.case.load.batch, inputs.case.geometry.num_kv_heads)
+
+    def decode(view: LayerView) -> torch.Tensor:
+        query = ops.transform_queries(inputs.query, inputs.balance)
+        pages = (view, inputs.page_table, inputs.lengths, UNIT_SCALES)
+        return ops.decode_attention(query, *pages, inputs.softmax_scale, tail=inputs.tail, workspace=workspace).out
+
+    return decode
+
+
 def _rows(
     case: Case, contenders: Sequence[Contender], ceiling: float, replays: int, device: torch.device
 ) -> Iterator[Row]:
@@ -78,8 +92,8 @@ def _rows(
         if not of_format:
             continue
         inputs = make_inputs(case, page_format, device)
-        expected = exact_output(inputs)
         for contender in of_format:
+            expected = exact_output(inputs, contender.has_recipe)
             with measuring(contender.impl, f"{page_format} pages, {case}"):
                 yield _measure(contender, inputs, expected, ceiling, replays)
         del inputs

@@ -12,6 +12,7 @@ from kvtier import ops
 from kvtier.bench.gpu import ROTATED_BYTES
 from kvtier.errors import InvalidRequestError
 from kvtier.ops.reference.gather import read_tokens
+from kvtier.ops.reference.transform import Balance
 from kvtier.pages.layout import PageFormat, PageLayout
 from kvtier.pages.views import LayerView, layer_view
 
@@ -80,6 +81,8 @@ class Inputs(NamedTuple):
     page_table: torch.Tensor
     lengths: torch.Tensor
     views: list[LayerView]
+    tail: ops.OpenPages  # half a page behind every sequence, for contenders with a recipe
+    balance: Balance  # transform of their queries
 
     @property
     def softmax_scale(self) -> float:
@@ -90,12 +93,17 @@ Decoder = Callable[[LayerView], torch.Tensor]  # attends to one layer and return
 
 
 class Contender(NamedTuple):
-    """An implementation for one format. `dense`: it gets K and V as tensors of their own, not as views of a pool."""
+    """An implementation for one format.
+
+    `dense`: it gets K and V as tensors of their own, not as views of a pool.
+    `has_recipe`: it transforms the queries and attends to an open page behind the others.
+    """
 
     impl: str
     page_format: PageFormat
     prepare: Callable[[Inputs], Decoder]
-    dense: bool
+    dense: bool = False
+    has_recipe: bool = False
 
 
 def make_inputs(case: Case, page_format: PageFormat, device: torch.device) -> Inputs:
@@ -117,9 +125,16 @@ def make_inputs(case: Case, page_format: PageFormat, device: torch.device) -> In
                 data.copy_(values)
     order = torch.randperm(num_pages, device=device, generator=generator)
     lengths = torch.full((case.load.batch,), case.load.context, dtype=torch.int32, device=device)
-    heads = (case.geometry.num_query_heads, case.geometry.head_dim)
-    query = torch.randn(case.load.batch, *heads, dtype=torch.bfloat16, device=device, generator=generator)
-    return Inputs(case, query, order.int().view(case.load.batch, -1), lengths, views)
+    num_query_heads, num_kv_heads, head_dim = case.geometry
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    tail_shape = (case.load.batch, case.page_size, num_kv_heads, head_dim)
+    tail = ops.OpenPages(random(*tail_shape), random(*tail_shape), torch.full_like(lengths, case.page_size // 2))
+    balance = Balance.of(torch.rand(num_kv_heads, head_dim, device=device, generator=generator) + 0.5)
+    query = random(case.load.batch, num_query_heads, head_dim)
+    return Inputs(case, query, order.int().view(case.load.batch, -1), lengths, views, tail, balance)
 
 
 def checked_sequences(case: Case) -> list[int]:
@@ -127,14 +142,20 @@ def checked_sequences(case: Case) -> list[int]:
     return sorted({0, case.load.batch - 1})
 
 
-def exact_output(inputs: Inputs) -> torch.Tensor:
-    """Attention in fp64 of the checked sequences: `(sequences, Hq, D)`."""
+def exact_output(inputs: Inputs, has_recipe: bool) -> torch.Tensor:
+    """Attention in fp64 of the checked sequences, `(sequences, Hq, D)`, with the recipe's parts or without."""
+    query = ops.transform_queries(inputs.query, inputs.balance) if has_recipe else inputs.query
     outputs: list[torch.Tensor] = []
     for index in checked_sequences(inputs.case):
         pages, context = inputs.page_table[index], inputs.case.load.context
         tokens = read_tokens(inputs.views[0], pages, 0, context, UNIT_SCALES, torch.float32)
-        keys, values = tokens.key.double().transpose(0, 1), tokens.value.double().transpose(0, 1)
-        grouped = torch.unflatten(inputs.query[index].double(), 0, (len(keys), -1))
+        keys, values = tokens
+        if has_recipe:
+            open_tokens = slice(int(inputs.tail.lengths[index]))
+            keys = torch.cat((keys, inputs.tail.key[index, open_tokens].float()))
+            values = torch.cat((values, inputs.tail.value[index, open_tokens].float()))
+        keys, values = keys.double().transpose(0, 1), values.double().transpose(0, 1)
+        grouped = torch.unflatten(query[index].double(), 0, (len(keys), -1))
         weights = (grouped @ keys.transpose(1, 2) * inputs.softmax_scale).softmax(-1)
         outputs.append((weights @ values).flatten(0, 1))
     return torch.stack(outputs)

@@ -1,9 +1,9 @@
 """Which implementation runs an operation on which device, and why.
 
-| device       | quantize_append, gather_dequantize | decode of NVFP4 pages | decode of FP8 and BF16 pages |
-|--------------|------------------------------------|-----------------------|------------------------------|
-| no GPU       | torch reference                    | torch reference       | torch reference              |
-| SM80 and on  | kvtier's kernels                   | kvtier's kernel       | FlashInfer, else reference   |
+| device       | quantise, gather, transform | decode of NVFP4 pages | decode of FP8 and BF16 pages |
+|--------------|-----------------------------|-----------------------|------------------------------|
+| no GPU       | torch reference             | torch reference       | torch reference              |
+| SM80 and on  | kvtier's kernels            | kvtier's kernel       | FlashInfer, else reference   |
 
 The kernels are compiled for SM100 and SM120 too, but have not run there. FlashInfer's own kernels for NVFP4 pages on
 these do not compute this operation: trtllm-gen (SM100) takes NVFP4 pages with FP8 queries and FP8 outputs only, whose
@@ -26,6 +26,7 @@ OLDEST_CAPABILITY = (8, 0)
 MEASURED_CAPABILITIES = ((9, 0),)  # where the kernels have run
 KERNEL_HEAD_DIMS = (64, 128, 256)
 KERNEL_MAX_GROUP = 16
+_BALANCE_MAX_HEAD_DIM = 512
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _CODEC_DTYPES = (*_KERNEL_DTYPES, torch.float8_e4m3fn)
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -113,6 +114,16 @@ def choose_gather(platform: Platform, workspace_dtype: torch.dtype) -> Choice:
     if workspace_dtype not in _CODEC_DTYPES:
         return Choice(Implementation.REFERENCE, "the kernel writes BF16, FP16 and FP8")
     return _kernel(platform, "K and V in one launch, bit for bit the reference")
+
+
+@functools.cache
+def choose_balance(platform: Platform, dtype: torch.dtype, head_dim: int) -> Choice:
+    """Who balances K and Q of this dtype."""
+    if choice := _without_kernels(platform):
+        return choice
+    if dtype not in _KERNEL_DTYPES or head_dim > _BALANCE_MAX_HEAD_DIM:
+        return Choice(Implementation.REFERENCE, f"the kernel takes BF16 and FP16, heads up to {_BALANCE_MAX_HEAD_DIM}")
+    return _kernel(platform, "bit for bit the reference")
 
 
 @functools.cache

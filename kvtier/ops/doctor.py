@@ -1,7 +1,8 @@
 """`kvtier doctor`: what this machine has, what runs each operation and why, and whether it computes what it should.
 
-The self-test writes a small pool with `quantize_append`, reads it back with `gather_dequantize` and attends to it with
-`decode_attention`, on the device and, by the torch references, on the CPU.
+The self-test transforms keys as the recipe `balanced` does, writes a small pool with `quantize_append`, reads it back
+with `gather_dequantize` and attends to it with `decode_attention`, on the device and, by the torch references, on the
+CPU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,22 @@ import torch
 
 from kvtier.ops import operations
 from kvtier.ops.cuda.cubin_cache import default_directory
-from kvtier.ops.dispatch import Choice, DecodeCase, choose_append, choose_decode, choose_gather, platform_of
-from kvtier.ops.reference import append, attention, gather
+from kvtier.ops.dispatch import (
+    Choice,
+    DecodeCase,
+    choose_append,
+    choose_balance,
+    choose_decode,
+    choose_gather,
+    platform_of,
+)
+from kvtier.ops.reference import append, attention, gather, transform
 from kvtier.ops.reference.attention import AttentionResult
 from kvtier.ops.reference.codec import GlobalScales
 from kvtier.ops.reference.gather import Workspace
+from kvtier.ops.reference.transform import Balance
 from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView, layer_view
 
 MAX_RELATIVE_ERROR = 3e-3  # of decode attention in BF16: relative L2 distance from the reference in fp32
@@ -124,6 +135,7 @@ def _choices(device: torch.device) -> Iterator[tuple[str, Choice]]:
     platform = platform_of(device)
     yield "quantize_append", choose_append(platform, torch.bfloat16, torch.bfloat16)
     yield "gather_dequantize", choose_gather(platform, torch.bfloat16)
+    yield "transform, recipe balanced", choose_balance(platform, torch.bfloat16, _LAYOUT.head_dim)
     for page_format in PageFormat:
         case = DecodeCase(page_format, _LAYOUT.head_dim, _GROUP, torch.bfloat16, has_tail=False)
         yield f"decode_attention, {page_format} pages", choose_decode(platform, case)
@@ -165,9 +177,18 @@ def _self_test(device: torch.device) -> Iterator[Check]:
     expected = _make_pages()
     found = expected.to(device)
 
-    append.quantize_append(expected.view, expected.key, expected.value, expected.slots, _SCALES)
+    balance = Balance.of(torch.linspace(0.5, 2, expected.key[0].numel()).view(expected.key[0].shape))
+    on_device = Balance(*(factors.to(device) for factors in balance))
+    expected = expected._replace(key=transform.balanced(expected.key, balance.key))
+    transformed, seconds = _timed(device, lambda: operations.transform_keys(found.key, on_device))
+    found = found._replace(key=transformed)
+    differing = int((transformed.cpu() != expected.key).sum())
+    yield Check("transform", differing == 0, f"{differing} of {expected.key.numel()} values differ", seconds)
+
+    rule = BlockScales.SEARCH
+    append.quantize_append(expected.view, expected.key, expected.value, expected.slots, _SCALES, rule)
     _, seconds = _timed(
-        device, lambda: operations.quantize_append(found.view, found.key, found.value, found.slots, _SCALES)
+        device, lambda: operations.quantize_append(found.view, found.key, found.value, found.slots, _SCALES, rule)
     )
     differing = int((found.pool.cpu() != expected.pool).sum())
     yield Check("quantize_append", differing == 0, f"{differing} of {expected.pool.numel()} bytes differ", seconds)

@@ -66,7 +66,16 @@ def _transformed(values: torch.Tensor, transform: Transform, side: torch.Tensor)
         case Matrices():
             return transforms.multiplied(values, side)  # one batched matrix product on any device
         case Balance():
-            return transforms.balanced(values, side)
+            return _balanced(values, side)
+
+
+def _balanced(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    choice = dispatch.choose_balance(platform_of(values.device), values.dtype, values.shape[-1])
+    if choice.implementation is Implementation.KERNEL:
+        from kvtier.ops.cuda import balance as cuda_balance
+
+        return cuda_balance.balanced(values, factors)
+    return transforms.balanced(values, factors)
 
 
 def gather_dequantize(

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from kvtier.errors import InvalidRequestError
 
@@ -152,11 +152,13 @@ class Recipe:
             raise InvalidRequestError(f"head_dim is {head_dim}; the recipe `balanced` needs a power of two, use `full`")
 
     def save(self, path: Path) -> None:
-        """Writes the recipe to `path`, whole or not at all."""
-        metadata = {"format": FILE_FORMAT, "name": self.name.value, "digest": self.digest}
-        metadata["origin"] = json.dumps(vars(self.origin))
+        """Writes the recipe to `path`, whole or not at all; the same recipe is the same bytes."""
+        header = {"format": FILE_FORMAT, "name": self.name.value, "digest": self.digest, "origin": vars(self.origin)}
+        # NOTE: safetensors writes an array's bytes in the order of its memory, whatever its strides say, and entries of
+        # metadata in random order, so there is one.
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
         partial = path.with_name(f".{path.name}.partial")
-        save_file(self.arrays, partial, metadata)
+        partial.write_bytes(save(arrays, {"kvtier": json.dumps(header)}))
         partial.replace(path)
 
     @staticmethod
@@ -164,15 +166,15 @@ class Recipe:
         """The recipe in a file; raises `InvalidRequestError` when there is none, or it is damaged."""
         try:
             with safe_open(path, "np") as file:
-                metadata = file.metadata() or {}
+                header = json.loads((file.metadata() or {}).get("kvtier", "{}"))
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            if metadata.get("format") != FILE_FORMAT:
+            if header.get("format") != FILE_FORMAT:
                 raise InvalidRequestError(f"{path} is not a recipe of this release; run `kvtier calibrate`")
-            recipe = Recipe(RecipeName(metadata["name"]), **arrays, origin=Origin(**json.loads(metadata["origin"])))
+            recipe = Recipe(RecipeName(header["name"]), **arrays, origin=Origin(**header["origin"]))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"cannot read a recipe from {path}: {error}") from error
-        if recipe.digest != metadata["digest"]:
-            raise InvalidRequestError(f"the recipe in {path} is damaged: its digest is not {metadata['digest']}")
+        if recipe.digest != header["digest"]:
+            raise InvalidRequestError(f"the recipe in {path} is damaged: its digest is not {header['digest']}")
         return recipe
 
 

@@ -14,6 +14,7 @@ from kvtier.ops import GlobalScales, Workspace
 from kvtier.ops.reference import append as reference_append
 from kvtier.ops.reference import gather as reference_gather
 from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import layer_view
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -38,6 +39,7 @@ def _assert_append_is_exact(
     dtype: torch.dtype,
     scales: GlobalScales,
     generator: torch.Generator,
+    block_scales: BlockScales = BlockScales.LARGEST,
 ) -> None:
     """Writes tokens to scattered slots of a pool full of garbage; strides are those of head-major and fused K and V."""
     num_pages = -(-num_tokens // layout.page_size) + 2
@@ -49,8 +51,8 @@ def _assert_append_is_exact(
     key, value = (random_values(kind, shape, dtype, generator) for kind in kinds)
     key = key.transpose(0, 1).contiguous().transpose(0, 1)
     value = torch.cat((value, value), 1)[:, layout.num_kv_heads :]
-    ops.quantize_append(layer_view(pool, layout, LAYER), key, value, slots, scales)
-    reference_append.quantize_append(layer_view(expected, layout, LAYER), key, value, slots, scales)
+    ops.quantize_append(layer_view(pool, layout, LAYER), key, value, slots, scales, block_scales)
+    reference_append.quantize_append(layer_view(expected, layout, LAYER), key, value, slots, scales, block_scales)
     if layout.page_format is PageFormat.FP8:
         pool, expected = _without_nan_signs(pool), _without_nan_signs(expected)
     assert torch.equal(pool, expected)
@@ -67,6 +69,17 @@ def test_append_of_10_to_the_8_values(
     scales = GlobalScales(global_scale, global_scale)
     for kinds in PAIRS:
         _assert_append_is_exact(layout, 8192, kinds, torch.bfloat16, scales, generator)
+
+
+@pytest.mark.parametrize("global_scale", [1.0, 0.0123])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append_with_searched_block_scales(device: torch.device, dtype: torch.dtype, global_scale: float) -> None:
+    """Together: 12 pairs of kinds x 2 x 2,048 tokens x 1,024 x 6 cases."""
+    generator = torch.Generator(device).manual_seed(4)
+    layout = PageLayout(PageFormat.NVFP4, 2, 8, 128, 64)
+    for kinds in PAIRS:
+        scales = GlobalScales(global_scale, 1.0)
+        _assert_append_is_exact(layout, 2048, kinds, dtype, scales, generator, BlockScales.SEARCH)
 
 
 @pytest.mark.parametrize("page_format", list(PageFormat))
@@ -102,11 +115,18 @@ def test_append_refuses_scales_that_it_cannot_round(device: torch.device) -> Non
 
 @pytest.mark.parametrize("page_format", list(PageFormat))
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [GlobalScales(), GlobalScales(300.0, 1e-6)], ids=["unit scales", "scaled"])
 @pytest.mark.parametrize(
     ("page_size", "num_heads", "head_dim"), [(16, 3, 16), (16, 8, 128), (32, 2, 80), (128, 4, 256)]
 )
 def test_gather(
-    device: torch.device, page_format: PageFormat, dtype: torch.dtype, page_size: int, num_heads: int, head_dim: int
+    device: torch.device,
+    page_format: PageFormat,
+    dtype: torch.dtype,
+    scales: GlobalScales,
+    page_size: int,
+    num_heads: int,
+    head_dim: int,
 ) -> None:
     """Ragged sequences from a pool of garbage; entries of the page table past a length name no page."""
     generator = torch.Generator(device).manual_seed(3)
@@ -115,8 +135,10 @@ def test_gather(
     starts = torch.tensor([7, 3, 990 + 15 * page_size, 6, 20 + 6 * page_size], dtype=torch.int32, device=device)
     pool = _random_pool(layout, 30, generator)
     view = layer_view(pool, layout, LAYER)
-    for scales in (view.k_scales, view.v_scales):
-        scales.view(torch.uint8).bitwise_and_(0x7F).clamp_(max=0x7E)  # finite block scales, as a writer makes them
+    for block_scales in (view.k_scales, view.v_scales):
+        block_scales.view(torch.uint8).bitwise_and_(0x7F).clamp_(
+            max=0x7E
+        )  # finite block scales, as a writer makes them
     before = pool.clone()
     table = torch.randint(-5, (1 << 31) - 1, (5, 9), dtype=torch.int32, device=device, generator=generator)
     order = torch.randperm(30, device=device, generator=generator).int()
@@ -131,7 +153,7 @@ def test_gather(
         table,
         torch.tensor(lengths, dtype=torch.int32, device=device),
         starts,
-        GlobalScales(300.0, 1e-6),
+        scales,
     )
     ops.gather_dequantize(*arguments, Workspace(*found))
     reference_gather.gather_dequantize(*arguments, Workspace(*expected))

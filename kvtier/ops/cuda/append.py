@@ -11,13 +11,19 @@ from kvtier.ops.cuda.tensors import check_scales, geometry_of, region_addresses,
 from kvtier.ops.cuda.variants import append_macros
 from kvtier.ops.reference.codec import GlobalScales
 from kvtier.pages.layout import BLOCK_SIZE
+from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView
 
 _MAX_THREADS = 128  # of a thread block
 
 
 def quantize_append(
-    view: LayerView, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, scales: GlobalScales
+    view: LayerView,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slots: torch.Tensor,
+    scales: GlobalScales,
+    block_scales: BlockScales = BlockScales.LARGEST,
 ) -> None:
     """As `kvtier.ops.quantize_append`: `key` and `value` have one dtype of bfloat16, float16 and float8_e4m3fn."""
     pool = geometry_of(view)
@@ -31,7 +37,7 @@ def quantize_append(
     if num_tokens == 0:
         return
     key, value, slots = with_aligned_rows(key), with_aligned_rows(value), slots.contiguous()
-    macros = append_macros(key.dtype, pool.page_format, pool.head_dim, pool.page_size)
+    macros = append_macros(key.dtype, pool.page_format, pool.head_dim, pool.page_size, block_scales)
     arguments = (
         key.data_ptr(),
         *row_strides(key),

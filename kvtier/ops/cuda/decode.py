@@ -81,7 +81,7 @@ def decode_attention(
     )
     macros = variant.macros(query.dtype, pool.page_size)
     kernel = kernels().kernel("decode_attention", macros, query.device, variant.shared_bytes)
-    kernel.launch((num_blocks(query.device),), variant.num_warps * _WARP_THREADS, arguments)
+    kernel.launch((num_blocks(query.device),), variant.num_warps * _WARP_THREADS, arguments, overlaps=True)
     return AttentionResult(out, lse)
 
 

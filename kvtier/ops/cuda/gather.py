@@ -48,7 +48,7 @@ def gather_dequantize(
     check_indices(num_sequences, page_table=page_table, lengths=lengths, starts=starts)
     if num_sequences == 0 or max_pages == 0:
         return
-    macros = gather_macros(pool.page_format, key.dtype, pool.head_dim, pool.page_size)
+    macros = gather_macros(pool.page_format, key.dtype, pool.head_dim, pool.page_size, scales)
     arguments = (
         *region_addresses(view),
         pool.page_stride_bytes,

@@ -69,7 +69,7 @@ class LoadedKernel:
         """Arguments: addresses and 64-bit integers as `int`, all others as numpy scalars of exactly their type.
         With `overlaps`, where the GPU can, thread blocks are brought onto the chip while the kernel before still runs.
 
-        NOTE: `overlaps` is for kernels alone in which every thread block calls `join_stream`.
+        NOTE: `overlaps` is for kernels alone in which every thread block calls `wait_for_previous_kernel`.
         """
         stream = _stream(self.device_index, torch.cuda.current_stream(self.device_index).cuda_stream)
         config = _launch_config(grid, block, self.shared_bytes, overlaps and self.can_overlap)

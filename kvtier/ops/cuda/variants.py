@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import InvalidRequestError
+from kvtier.ops.reference.codec import GlobalScales
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import BlockScales
 
 Macros = tuple[tuple[str, int], ...]  # names and values, always in the same order
 
@@ -27,25 +29,36 @@ def sources_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "kernels"
 
 
-def append_macros(input_dtype: torch.dtype, page_format: PageFormat, head_dim: int, page_size: int) -> Macros:
+def append_macros(
+    input_dtype: torch.dtype, page_format: PageFormat, head_dim: int, page_size: int, block_scales: BlockScales
+) -> Macros:
     """Macros of `quantize_append.cu`."""
+    searches = page_format is PageFormat.NVFP4 and block_scales is BlockScales.SEARCH
     return (
         ("INPUT", _TYPE_CODES[input_dtype]),
         ("PAGE_FORMAT", _FORMAT_CODES[page_format]),
         ("HEAD_DIM", head_dim),
         ("PAGE_SIZE", page_size),
-        ("SCALE_SEARCH", 0),
+        ("SCALE_SEARCH", int(searches)),
     )
 
 
-def gather_macros(page_format: PageFormat, output_dtype: torch.dtype, head_dim: int, page_size: int) -> Macros:
+def gather_macros(
+    page_format: PageFormat, output_dtype: torch.dtype, head_dim: int, page_size: int, scales: GlobalScales
+) -> Macros:
     """Macros of `gather_dequantize.cu`."""
     return (
         ("PAGE_FORMAT", _FORMAT_CODES[page_format]),
         ("OUTPUT", _TYPE_CODES[output_dtype]),
         ("HEAD_DIM", head_dim),
         ("PAGE_SIZE", page_size),
+        ("UNIT_SCALES", int(page_format is PageFormat.NVFP4 and scales == GlobalScales())),
     )
+
+
+def balance_macros(dtype: torch.dtype, head_dim: int) -> Macros:
+    """Macros of `balance_heads.cu`."""
+    return (("INPUT", _TYPE_CODES[dtype]), ("HEAD_DIM", head_dim))
 
 
 # ---- decode_attention.cu --------------------------------------------------------------------------------------------
@@ -147,11 +160,15 @@ def variants_in_use(architecture: str) -> Iterator[tuple[str, Macros]]:
     bf16, fp16, fp8 = _TYPE_CODES
     nvfp4 = PageFormat.NVFP4
     for dtype, head_dim in ((bf16, 128), (fp16, 256), (fp8, 64)):
-        yield "quantize_append", append_macros(dtype, nvfp4, head_dim, 64)
-        yield "gather_dequantize", gather_macros(nvfp4, dtype, head_dim, 64)
+        for block_scales in BlockScales:
+            yield "quantize_append", append_macros(dtype, nvfp4, head_dim, 64, block_scales)
+        for scales in (GlobalScales(), GlobalScales(0.5)):
+            yield "gather_dequantize", gather_macros(nvfp4, dtype, head_dim, 64, scales)
     for page_format in (PageFormat.FP8, PageFormat.BF16):
-        yield "quantize_append", append_macros(fp16, page_format, 128, 64)
-        yield "gather_dequantize", gather_macros(page_format, bf16, 128, 64)
+        yield "quantize_append", append_macros(fp16, page_format, 128, 64, BlockScales.LARGEST)
+        yield "gather_dequantize", gather_macros(page_format, bf16, 128, 64, GlobalScales())
+    for dtype, head_dim in ((bf16, 128), (fp16, 64), (bf16, 256)):
+        yield "balance_heads", balance_macros(dtype, head_dim)
     shared_bytes = SHARED_BYTES_A_BLOCK[architecture]
     for head_dim, group, query_dtype, page_size in _COMPILED_DECODES:
         variant = decode_variant(head_dim, group, shared_bytes)

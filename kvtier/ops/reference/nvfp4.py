@@ -45,7 +45,7 @@ def quantize(values: torch.Tensor, global_scale: float, block_scales: BlockScale
     amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
     scales = to_e4m3(amax / (E2M1_MAGNITUDES[-1] * multiplier))
     if block_scales is BlockScales.SEARCH:
-        scales = choose_scales(blocks, scales, multiplier, _nearest_e2m1)
+        scales = choose_scales(blocks, scales, multiplier)
     step = scales.float() * multiplier
     # NOTE: multiply by the reciprocal. True division gives other codes at ties when the scale's mantissa is 1.875.
     reciprocal = torch.where(step == 0, 0, 1 / step)
@@ -100,12 +100,6 @@ def _round_to_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
     codes += magnitudes >= 3.5
     codes += magnitudes > 5.0
     return codes
-
-
-def _nearest_e2m1(magnitudes: torch.Tensor) -> torch.Tensor:
-    """E2M1 magnitudes, fp32, nearest to `magnitudes`."""
-    values = torch.tensor(E2M1_MAGNITUDES, device=magnitudes.device)
-    return values[_round_to_e2m1(magnitudes).int()]
 
 
 @functools.cache

@@ -9,61 +9,52 @@ time. Rounding and order of every step are fixed, so that the kernel chooses the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 OFFSETS = (-1, 1, 4, 5)  # of codes, beside 0
-_SMALLEST_CODE, _LARGEST_CODE = 1, 126
+SEARCHED_CODES = (4, 121)  # the least and the greatest plain code: all candidates lie in E4M3, and none saturates
+
+_LARGEST_SCALED = 6 * 2.0**-14
 
 
-def choose_scales(
-    blocks: torch.Tensor, plain: torch.Tensor, multiplier: torch.Tensor, round_magnitudes: Callable[..., torch.Tensor]
-) -> torch.Tensor:
+def choose_scales(blocks: torch.Tensor, plain: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
     """Scales, float8_e4m3fn of the shape of `plain`; where candidates are equal, the first of 0, -1, 1, 4 and 5.
 
-    A block with a value that is not finite, or too large, keeps its plain scale, and so does one whose scale is 0.
+    A block keeps its plain scale when a value is not finite, and when the code of the scale is not in `SEARCHED_CODES`.
 
     Args:
         blocks: `(..., 16)` fp32.
         plain: `(...)` float8_e4m3fn, the scales `amax / 6`.
         multiplier: the global scale, fp32.
-        round_magnitudes: the nearest E2M1 magnitudes, saturating at 6, of magnitudes.
     """
-    plain_value = plain.float()
-    magnitudes = (blocks * _reciprocal(plain_value * multiplier).unsqueeze(-1)).abs().half()
-    codes = plain.view(torch.uint8).int()
-    best, least = plain, _squared_error(magnitudes, plain_value, plain_value, round_magnitudes)
+    codes, values = plain.view(torch.uint8).int(), plain.float()
+    searched = (codes >= SEARCHED_CODES[0]) & (codes <= SEARCHED_CODES[1])
+    values = torch.where(searched, values, 1)
+    magnitudes = (blocks * (1 / (values * multiplier)).unsqueeze(-1)).abs().half()
+    best, least = codes, _squared_error(magnitudes, values, values)
     for offset in OFFSETS:
-        candidate = (codes + offset).clamp(_SMALLEST_CODE, _LARGEST_CODE).to(torch.uint8).view(torch.float8_e4m3fn)
-        error = _squared_error(magnitudes, plain_value, candidate.float(), round_magnitudes)
-        # NOTE: NaN compares false, and so does infinity with infinity: such blocks keep their plain scale.
-        is_better = (error < least) & (codes > 0)
-        best = torch.where(is_better, candidate.view(torch.uint8), best.view(torch.uint8)).view(torch.float8_e4m3fn)
-        least = torch.where(is_better, error, least)
-    return best
+        candidates = torch.where(searched, codes + offset, codes)
+        error = _squared_error(magnitudes, values, candidates.to(torch.uint8).view(torch.float8_e4m3fn).float())
+        is_better = (error < least) & searched  # NaN compares false
+        best, least = torch.where(is_better, candidates, best), torch.where(is_better, error, least)
+    return best.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
-def _squared_error(
-    magnitudes: torch.Tensor,
-    plain: torch.Tensor,
-    candidate: torch.Tensor,
-    round_magnitudes: Callable[..., torch.Tensor],
-) -> torch.Tensor:
+def _squared_error(magnitudes: torch.Tensor, plain: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
     """Squared error `(...)` fp32 in units of the plain step, of fp16 `magnitudes` `(..., 16)` in the same units.
 
     The eight even elements are summed one after the other, and so are the odd ones; then both sums are added in fp32.
+
+    The nearest E2M1 comes from the bits of an fp16 number 2^-14 times as large: E2M1's subnormal numbers are fp16's
+    then, and one mantissa bit is left by rounding ten bits to one. Halves are rounded up, which is as good.
     """
-    shrink = (plain * _reciprocal(candidate)).half().unsqueeze(-1)
-    grow = (candidate * _reciprocal(plain)).half().unsqueeze(-1)
-    rounded = round_magnitudes((magnitudes * shrink).float())
+    shrink = (plain * (1 / candidate) * 2.0**-7).half().unsqueeze(-1)
+    grow = (candidate * (1 / plain) * 2.0**14).half().unsqueeze(-1)
+    scaled = (magnitudes * 2.0**-7 * shrink).clamp(max=_LARGEST_SCALED)
+    nearest = ((scaled.view(torch.int16) + 0x100) & 0x7E00).view(torch.float16)
     # In fp64 nothing is lost before the rounding to fp16, so each step is one fused multiply-add.
-    errors = (magnitudes.double() - rounded.double() * grow.double()).half().unflatten(-1, (8, 2))
-    sums = torch.zeros_like(errors[..., 0, :])
-    for index in range(8):
-        sums = (sums.double() + errors[..., index, :].double() ** 2).half()
+    errors = (magnitudes.double() - nearest.double() * grow.double()).half()
+    sums = torch.zeros_like(errors[..., :2])
+    for first in range(0, errors.shape[-1], 2):
+        sums = (sums.double() + errors[..., first : first + 2].double().square()).half()
     return sums[..., 0].float() + sums[..., 1].float()
-
-
-def _reciprocal(values: torch.Tensor) -> torch.Tensor:
-    return torch.where(values == 0, 0, 1 / values)

@@ -1,0 +1,62 @@
+"""The transforms of recipes: what they do to K, and that logits do not notice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier import ops
+from kvtier.ops.reference.transform import Balance, Matrices
+from kvtier.pages.recipe import Recipe, RecipeName
+
+
+def _hadamard(size: int) -> np.ndarray:
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+def test_balance_is_factors_and_a_hadamard_matrix(head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    balance = torch.rand(3, head_dim, generator=generator) + 0.5
+    key = torch.randn(7, 3, head_dim, generator=generator)
+    query = torch.randn(7, 6, head_dim, generator=generator)
+    transform = Balance.of(balance)
+    unitary = _hadamard(head_dim) / np.sqrt(head_dim)
+    expected_key = (key.double().numpy() / balance.double().numpy()) @ unitary
+    expected_query = (query.double().numpy() * balance.double().repeat_interleave(2, 0).numpy()) @ unitary
+    np.testing.assert_allclose(ops.transform_keys(key, transform).numpy(), expected_key, atol=1e-5)
+    np.testing.assert_allclose(ops.transform_queries(query, transform).numpy(), expected_query, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "full"])
+def test_logits_stay_what_they_are(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layers, heads, head_dim = 2, 3, 32
+    if kind == "balanced":
+        arrays = {"balance": (torch.rand(layers, heads, head_dim, generator=generator) + 0.5).numpy()}
+    else:
+        matrices = torch.randn(layers, heads, head_dim, head_dim, generator=generator) + 6 * torch.eye(head_dim)
+        inverse = matrices.double().inverse().mT.float().contiguous()
+        arrays = {"key_matrices": matrices.numpy(), "query_matrices": inverse.numpy()}
+    recipe = Recipe(RecipeName(kind), **arrays)
+    key = torch.randn(9, heads, head_dim, generator=generator)
+    query = torch.randn(9, heads * 4, head_dim, generator=generator)
+    expected = torch.einsum("nhd,mhd->nmh", query, key.repeat_interleave(4, 1))
+    for layer in ops.layer_recipes(recipe, layers, torch.float32, torch.device("cpu")):
+        assert layer.transform is not None
+        q, k = ops.transform_queries(query, layer.transform), ops.transform_keys(key, layer.transform)
+        assert not torch.allclose(k, key, atol=0.1)
+        torch.testing.assert_close(
+            torch.einsum("nhd,mhd->nmh", q, k.repeat_interleave(4, 1)), expected, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_matrices_are_of_the_head() -> None:
+    matrices = torch.stack([torch.eye(16) * factor for factor in (1.0, 2.0)])
+    values = torch.ones(1, 4, 16)
+    found = ops.transform_queries(values, Matrices(matrices, matrices))
+    assert found[0, :, 0].tolist() == [1, 1, 2, 2]
