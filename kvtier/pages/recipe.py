@@ -59,7 +59,7 @@ class Origin:
 
     Attributes:
         model, revision: as in the identity of the cache.
-        num_positions: positions 0 to this were drawn for the rotary embedding.
+        num_positions: it holds for positions from 0 to below this, by the rotary embedding.
         texts: digest of the texts.
         num_tokens: tokens of the texts.
     """
