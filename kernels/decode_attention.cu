@@ -14,8 +14,9 @@
 namespace kvtier {
 
 // Attends the tiles of a warp's segment from `position` of the line to the end of its stretch or of the segment.
-// Those of the tail come first, then those of the pages. `state.values` end in units of V's codes times 1 / kCodeUnit,
-// before the global scale.
+// `state.values` end in units of V's codes times 1 / kCodeUnit, before the global scale.
+//
+// NOTE: tiles of the tail stand first in the line, but are attended last: they have arrived in L2 by then.
 __device__ __forceinline__ void attend_segment(Attention& state, const Arguments& arguments, const Task& task,
                                                uint8* warp_memory, int position) {
   const Segment segment = task.segment;
@@ -40,12 +41,16 @@ __device__ __forceinline__ void attend_segment(Attention& state, const Arguments
   Query query;
   query.load(arguments, segment, warp_memory + kRingBytes);
   state.clear();
-  const int tail_end = min(end, work.num_tail_tiles);
-  for (int tile = begin; tile < tail_end; ++tile) {
-    attend_tail_tile(state, arguments, work, segment, query, work.first_tail_tile + tile);
-  }
-  if (begin < tail_end) state.scale_values(1.0f / (kCodeUnit * arguments.v_global_scale));
   attend_pages(state, arguments, task.work, copier, query, ring, page_begin, page_end, pages[kStages - 1]);
+  const int tail_end = min(end, work.num_tail_tiles);
+  if (begin < tail_end) {
+    const float unit = kCodeUnit * arguments.v_global_scale;
+    state.scale_values(unit);
+    for (int tile = begin; tile < tail_end; ++tile) {
+      attend_tail_tile(state, arguments, work, segment, query, work.first_tail_tile + tile);
+    }
+    state.scale_values(1.0f / unit);
+  }
   wait_for_copies<0>();
 }
 

@@ -9,7 +9,7 @@ __device__ __forceinline__ long long tail_offset(const Arguments& arguments, con
   return segment.sequence * arguments.tail_sequence_stride + segment.head * arguments.tail_head_stride;
 }
 
-// Asks for a tail to be brought into L2: a tile of it is read in two steps that wait for memory, and has none in flight.
+// Asks for a tail to be brought into L2, well before it is attended: its tiles have no ring, and wait for what they read.
 __device__ __forceinline__ void prefetch_tail(const Arguments& arguments, const Work& work, const Segment& segment) {
   constexpr int kLineElements = 64;
   const long long start = tail_offset(arguments, segment);

@@ -75,10 +75,11 @@ def _prepare_kvtier(inputs: Inputs) -> Decoder:
 def _prepare_with_recipe(inputs: Inputs) -> Decoder:
     """The queries of a decode with the recipe `balanced` are transformed in every layer, and half a page is open."""
     workspace = ops.DecodeWorkspace(inputs.query.device, inputs.case.load.batch, inputs.case.geometry.num_kv_heads)
+    lengths = inputs.lengths_before_tail
 
     def decode(view: LayerView) -> torch.Tensor:
         query = ops.transform_queries(inputs.query, inputs.balance)
-        pages = (view, inputs.page_table, inputs.lengths, UNIT_SCALES)
+        pages = (view, inputs.page_table, lengths, UNIT_SCALES)
         return ops.decode_attention(query, *pages, inputs.softmax_scale, tail=inputs.tail, workspace=workspace).out
 
     return decode

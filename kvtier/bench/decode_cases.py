@@ -81,8 +81,13 @@ class Inputs(NamedTuple):
     page_table: torch.Tensor
     lengths: torch.Tensor
     views: list[LayerView]
-    tail: ops.OpenPages  # half a page behind every sequence, for contenders with a recipe
+    tail: ops.OpenPages  # the last half page of every sequence, for contenders with a recipe
     balance: Balance  # transform of their queries
+
+    @property
+    def lengths_before_tail(self) -> torch.Tensor:
+        """Tokens in pages for contenders with a recipe."""
+        return self.lengths - self.tail.lengths
 
     @property
     def softmax_scale(self) -> float:
@@ -96,7 +101,7 @@ class Contender(NamedTuple):
     """An implementation for one format.
 
     `dense`: it gets K and V as tensors of their own, not as views of a pool.
-    `has_recipe`: it transforms the queries and attends to an open page behind the others.
+    `has_recipe`: it transforms the queries, and the last half page is open.
     """
 
     impl: str
@@ -147,7 +152,8 @@ def exact_output(inputs: Inputs, has_recipe: bool) -> torch.Tensor:
     query = ops.transform_queries(inputs.query, inputs.balance) if has_recipe else inputs.query
     outputs: list[torch.Tensor] = []
     for index in checked_sequences(inputs.case):
-        pages, context = inputs.page_table[index], inputs.case.load.context
+        pages = inputs.page_table[index]
+        context = int((inputs.lengths_before_tail if has_recipe else inputs.lengths)[index])
         tokens = read_tokens(inputs.views[0], pages, 0, context, UNIT_SCALES, torch.float32)
         keys, values = tokens
         if has_recipe:
