@@ -7,10 +7,11 @@ the command line. The command line wins over the environment, and the environmen
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, ValidationError, model_validator
+from pydantic import ByteSize, Field, PlainValidator, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -22,6 +23,37 @@ from pydantic_settings import (
 from kvtier.errors import ConfigurationError
 
 Bytes = Annotated[ByteSize, Field(gt=0)]
+
+
+class Share(float):
+    """A part of the memory that is free: above 0, at most 1."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:g}%"
+
+
+_DEVICE = re.compile(r"auto|shared-memory|cuda(:\d+)?|(GPU|MIG)-[0-9a-fA-F-]+")
+_PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_FRACTION = re.compile(r"0?\.\d+")
+
+
+def _bytes_or_share(value: object) -> ByteSize | Share:
+    text = str(value).strip()
+    if percentage := _PERCENTAGE.fullmatch(text):
+        share = Share(float(percentage[1]) / 100)
+        if not 0 < share <= 1:
+            raise ValueError(f"{share} is no share; give more than 0% and at most 100%")
+        return share
+    if _FRACTION.fullmatch(text) and float(text):
+        return Share(float(text))
+    try:
+        return _BYTES.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from error
+
+
+_BYTES = TypeAdapter(Bytes)
+BytesOrShare = Annotated[ByteSize | Share, PlainValidator(_bytes_or_share)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -47,7 +79,15 @@ class Config(BaseSettings):
     tls_key: Path | None = Field(None, description="The daemon's private key (PEM).")
     tls_client_ca: Path | None = Field(None, description="Clients must show a certificate of this authority (PEM).")
 
-    device_bytes: Bytes = Field(ByteSize(1 << 30), description="Memory of the device pool, for example 8GiB.")
+    device: str = Field(
+        "auto",
+        description="Where the device pool lies: cuda (the first GPU), cuda:1, the UUID of a GPU, shared-memory, or "
+        "auto: the first GPU if there is one.",
+    )
+    device_bytes: BytesOrShare = Field(
+        ByteSize(1 << 30),
+        description="Memory of the device pool: 8GiB, or 80% of what is free when the first worker attaches.",
+    )
     host_bytes: Bytes = Field(ByteSize(4 << 30), description="Memory of the host pool.")
     max_caches: int = Field(
         1, ge=1, description="Models (fingerprints) that share the pools; each gets an equal part of their memory."
@@ -71,6 +111,13 @@ class Config(BaseSettings):
     metrics: str = Field("127.0.0.1:9460", description="Address of the Prometheus endpoint /metrics, or 'off'.")
     max_message_bytes: Bytes = Field(ByteSize(16 << 20), description="Largest gRPC message; 4 bytes a token.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What to log.")
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError("give auto, shared-memory, cuda, cuda:N, or the UUID of a GPU as nvidia-smi prints it")
+        return device
 
     @model_validator(mode="after")
     def _check_tls(self) -> Config:

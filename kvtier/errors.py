@@ -92,6 +92,10 @@ class KernelError(KvtierError):
     """A CUDA kernel could not be compiled, loaded or launched on this machine."""
 
 
+class GpuError(KvtierError):
+    """The GPU or its driver refused a call, or has failed."""
+
+
 class CorruptPageError(KvtierError):
     """Stored bytes are not the page that their key names."""
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvtier.errors import InvalidRequestError
+from kvtier.errors import ConfigurationError, InvalidRequestError
 from kvtier.index.pool import SlotArray, slot_array
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.tiers.base import CudaIpc, PoolHandle, SharedMemoryFile
 from kvtier.v1 import cache_pb2 as pb
 
 ERROR_METADATA_KEY = "kvtier-error"
@@ -61,6 +62,29 @@ def identity_from_message(message: pb.CacheIdentity) -> CacheIdentity:
         world_size=message.world_size,
         layout_version=message.layout_version,
     )
+
+
+def pool_to_message(handle: PoolHandle) -> pb.DevicePool:
+    """The handle of a device pool as it travels."""
+    message = pb.DevicePool(num_pages=handle.num_pages, page_bytes=handle.page_bytes)
+    if isinstance(handle.memory, CudaIpc):
+        message.cuda_ipc.CopyFrom(pb.CudaIpcMemory(**handle.memory._asdict()))
+    else:
+        message.shared_memory_path = handle.memory.path
+    return message
+
+
+def pool_from_message(message: pb.DevicePool) -> PoolHandle:
+    """The handle of an Attach; raises `ConfigurationError` for a kind of memory that this release does not know."""
+    kind = message.WhichOneof("memory")
+    memory: SharedMemoryFile | CudaIpc
+    if kind == "cuda_ipc":
+        memory = CudaIpc(message.cuda_ipc.ipc_handle, message.cuda_ipc.device_uuid)
+    elif kind == "shared_memory_path":
+        memory = SharedMemoryFile(message.shared_memory_path)
+    else:
+        raise ConfigurationError("the daemon's pool lies in memory that this release cannot map; update the worker")
+    return PoolHandle(memory, message.num_pages, message.page_bytes)
 
 
 def pages_to_bytes(pages: SlotArray) -> bytes:

@@ -47,9 +47,13 @@ def other_identity(**changes: Any) -> CacheIdentity:
     return dataclasses.replace(IDENTITY, layout=dataclasses.replace(IDENTITY.layout, **of_layout), **changes)
 
 
-def pool_settings(device_pages: int = 64, host_pages: int = 64) -> dict[str, int]:
-    """Memory for so many pages of `IDENTITY`."""
-    return {"device_bytes": device_pages * PAGE_BYTES, "host_bytes": host_pages * PAGE_BYTES}
+def pool_settings(device_pages: int = 64, host_pages: int = 64) -> dict[str, Any]:
+    """Memory for so many pages of `IDENTITY`, all of it the CPU's."""
+    return {
+        "device": "shared-memory",
+        "device_bytes": device_pages * PAGE_BYTES,
+        "host_bytes": host_pages * PAGE_BYTES,
+    }
 
 
 def small_config(directory: Path, device_pages: int = 64, host_pages: int = 64, **settings: Any) -> Config:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
-from kvtier.config import Config, default_data_dir, default_socket
+from kvtier.config import Config, Share, default_data_dir, default_socket
 from kvtier.errors import ConfigurationError
 
 
@@ -44,6 +44,7 @@ def test_every_setting_can_be_given_in_each_way(tmp_path: Path, monkeypatch: pyt
         "tls_certificate": pem,
         "tls_key": pem,
         "tls_client_ca": pem,
+        "device": "shared-memory",
         "device_bytes": 1000,
         "host_bytes": 2000,
         "max_caches": 3,
@@ -82,8 +83,24 @@ def test_sizes_take_units(text: str, num_bytes: int) -> None:
     assert Config.load(device_bytes=text).device_bytes == num_bytes
 
 
+@pytest.mark.parametrize(("text", "share"), [("80%", 0.8), (" 12.5 %", 0.125), ("100%", 1.0), ("0.8", 0.8), (0.5, 0.5)])
+def test_the_device_pool_takes_a_share_too(text: str | float, share: float) -> None:
+    size = Config.load(device_bytes=text).device_bytes
+    assert isinstance(size, Share)
+    assert size == share
+
+
+@pytest.mark.parametrize("device", ["auto", "shared-memory", "cuda:3", "GPU-2f6e1c3a-0000-11aa-22bb-aabbccddeeff"])
+def test_devices_are_named_as_nvidia_does(device: str) -> None:
+    assert Config.load(device=device).device == device
+
+
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a size without sense": ({"device_bytes": "much"}, "device_bytes: "),
+    "a share of nothing": ({"device_bytes": "0%"}, "device_bytes: Value error, 0% is no share"),
+    "more than there is": ({"device_bytes": "120%"}, "device_bytes: Value error, 120% is no share"),
+    "no device memory": ({"device_bytes": 0}, "device_bytes: Value error, Input should be greater than 0"),
+    "a device without sense": ({"device": "gpu0"}, "device: Value error, give auto, shared-memory, cuda, cuda:N"),
     "no size": ({"host_bytes": 0}, "host_bytes: Input should be greater than 0"),
     "a time below none": ({"grace_s": -1}, "grace_s: Input should be greater than 0"),
     "no connection": ({"redis_connections": 0}, "redis_connections: Input should be greater than or equal to 1"),

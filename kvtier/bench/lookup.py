@@ -97,7 +97,8 @@ class _Subject:
 async def _subject(directory: Path, num_pages: int) -> AsyncIterator[_Subject]:
     directory.mkdir()
     page_bytes = _IDENTITY.layout.page_bytes
-    settings = {"redis": "none", "device_bytes": (num_pages + 1024) * page_bytes, "host_bytes": 64 * page_bytes}
+    pools = {"device_bytes": (num_pages + 1024) * page_bytes, "host_bytes": 64 * page_bytes}
+    settings = {"redis": "none", "device": "shared-memory", **pools}
     with daemon_process(directory, **settings, log_level="warning") as daemon:
         async with await AsyncSession.connect(daemon.address, _IDENTITY, timeout_s=60) as session:
             subject = _Subject(daemon, session, np.random.default_rng(7))

@@ -330,6 +330,10 @@ class PrefixCache:
             task.cancel()
         if self._promotions:
             await asyncio.wait(set(self._promotions))
+        await asyncio.to_thread(self._give_memory_back)
+
+    def _give_memory_back(self) -> None:
+        """Takes a while for pools of many gigabytes: not on the event loop."""
         self._mover.close()
         self.device.close()
         self._host.close()

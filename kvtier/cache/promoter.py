@@ -13,14 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.cache.reclaimer import Reclaimer, page_names
-from kvtier.errors import CacheFullError
+from kvtier.errors import CacheFullError, GpuError
 from kvtier.index import Cursor, Lease, Match, PageIndex
 from kvtier.pages.chain import Extras, chain_keys, next_key
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.tiers.base import Route
 from kvtier.tiers.mover import Mover
 
-_BATCH_BYTES = 32 << 20
+_BATCH_S = 0.02  # long beside what publishing a batch costs, short enough for a caller to get what has arrived
+_MIN_BATCH_BYTES = 32 << 20
 _BATCHES_AT_ONCE = 2
 _HOST_SHARE = 4  # a batch has at most a quarter of the host pool
 
@@ -69,9 +70,15 @@ class Promoter:
         self._page_size = identity.layout.page_size
         # NOTE: Batches hold host slots while they wait for device slots, whose allocation needs host slots to spill to:
         # together they must leave it enough.
-        self._batch = max(1, min(_BATCH_BYTES // identity.layout.page_bytes, index.host.num_slots // _HOST_SHARE))
+        self._max_batch = max(1, index.host.num_slots // _HOST_SHARE)
         self._turn = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._on_their_way: dict[bytes, asyncio.Event] = {}  # batches by the chain key of their first page
+
+    def _batch(self, route: Route) -> int:
+        """Pages that a batch may have: those that move in a moment at the rate measured of late."""
+        page_s = self._mover.seconds_for(route, 1)
+        of_a_moment = int(_BATCH_S / page_s) if page_s else 0
+        return min(max(_MIN_BATCH_BYTES // self._identity.layout.page_bytes, of_a_moment, 1), self._max_batch)
 
     async def count_in_redis(self, promotion: Promotion) -> None:
         """Adds the pages behind the known ones that Redis has to `promotion.num_known`."""
@@ -124,7 +131,7 @@ class Promoter:
     async def _raise(self, wanted: Wanted, known: Match, on_device: int) -> int:
         """Host to device: a batch of the known pages behind the first `on_device`."""
         index = self._index
-        num_pages = min(self._batch, self._reclaimer.num_device_available)
+        num_pages = min(self._batch(Route.HOST_TO_DEVICE), self._reclaimer.num_device_available)
         host_slots = known.host_slots()[on_device : on_device + num_pages]
         if not self._is_worth_it(wanted, Route.HOST_TO_DEVICE, host_slots.size):
             return 0
@@ -133,13 +140,16 @@ class Promoter:
         index.host.hold(host_slots)
         try:
             device_slots = await self._reclaimer.allocate_device(host_slots.size)
-        except CacheFullError:
-            return 0
-        else:
-            await self._mover.promote(host_slots, device_slots)
+            try:
+                await self._mover.promote(host_slots, device_slots)
+            except GpuError:
+                index.device.free(device_slots)
+                return 0
             tokens = wanted.tokens[on_device * index.tree.stride : (on_device + host_slots.size) * index.tree.stride]
             published = index.publish(Cursor(node, first_page), tokens, keys, wanted.extras, device=device_slots)
             index.device.free(device_slots[~published.taken])
+        except CacheFullError:
+            return 0
         finally:
             index.host.release(host_slots)
         return host_slots.size
@@ -151,7 +161,7 @@ class Promoter:
         """
         if not self._is_worth_it(wanted, Route.REDIS_TO_HOST, num_pages):
             return 0
-        host_slots = await self._reclaimer.allocate_host(min(num_pages, self._batch))
+        host_slots = await self._reclaimer.allocate_host(min(num_pages, self._batch(Route.REDIS_TO_HOST)))
         keys = (await self._keys_behind(wanted, known))[: host_slots.size]
         arrived = await self._mover.fetch(wanted.namespace, page_names(self._identity, keys), host_slots)
         whole = arrived.size if arrived.all() else int(np.argmin(arrived))

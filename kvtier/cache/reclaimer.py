@@ -1,7 +1,8 @@
 """Makes room: gives slots of a pool, evicting pages when none are free.
 
 A page that leaves the device is copied to host memory first, and one that leaves host memory is offered to Redis first.
-What Redis does not take is dropped, and so is what finds all of host memory held by transfers; both are counted.
+What Redis does not take is dropped, and so are pages that find all of host memory held by transfers, or that the GPU
+fails to copy. All are counted.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import asyncio
 
 import numpy as np
 
-from kvtier.errors import CacheFullError
+from kvtier.errors import CacheFullError, GpuError
 from kvtier.index import NO_SLOT, PageIndex, PageRun
-from kvtier.index.pool import SlotArray
+from kvtier.index.pool import NO_SLOTS, SlotArray
 from kvtier.index.radix import BoolArray, Cursor
 from kvtier.metrics import Metrics
 from kvtier.pages.envelope import PageName
@@ -86,7 +87,7 @@ class Reclaimer:
             freed += self._index.drop_device(run)
         for slots in copies:
             self._index.host.release(slots)
-        dropped = num_known - self._index.tree.num_pages  # host memory had no room for them
+        dropped = num_known - self._index.tree.num_pages  # host memory had no room for them, or the copy failed
         self._metrics.evictions.labels(Tier.DEVICE, "dropped").inc(dropped)
         self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(freed - dropped)
         return freed
@@ -94,11 +95,15 @@ class Reclaimer:
     async def copy_to_host(self, run: PageRun) -> SlotArray:
         """Copies the last pages of a run, as many as find room, to host memory; returns their host slots, held.
 
-        The caller holds the run's device slots.
+        None when the copy fails. The caller holds the run's device slots.
         """
         slots = await self.allocate_host(run.num_pages)
         copied = part_of(run, run.num_pages - slots.size, run.num_pages)
-        await self._mover.spill(copied.device, slots)
+        try:
+            await self._mover.spill(copied.device, slots)
+        except GpuError:
+            self._index.host.free(slots)
+            return NO_SLOTS
         self._index.host.free(self._index.set_host(copied, slots))
         copies = self._index.run(copied.cursor, copied.first_page).host
         self._index.host.hold(copies)

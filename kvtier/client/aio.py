@@ -67,7 +67,7 @@ class AsyncSession:
 
     @property
     def pool(self) -> PoolMapping:
-        """The device pool as of the last attach."""
+        """The device pool as of the last attach. Its memory can be had while the session is attached."""
         assert self._pool is not None
         return self._pool
 
@@ -99,6 +99,7 @@ class AsyncSession:
         while True:
             if self._stream is not None:
                 self._last_error = await asyncio.shield(self._stream.lost)
+                self.pool.let_go()
                 retry_s = _FIRST_RETRY_S
             try:
                 await self._attach()
@@ -173,6 +174,8 @@ class AsyncSession:
             # Gathered, so that a cancellation of whoever closes is not taken for the keeper's.
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self._disconnect()
+        if self._pool is not None:
+            self._pool.let_go()
 
     async def __aenter__(self) -> AsyncSession:
         return self

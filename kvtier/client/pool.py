@@ -4,37 +4,79 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigurationError
-from kvtier.v1 import cache_pb2 as pb
+from kvtier.errors import ConfigurationError, GpuError, SessionLostError
+from kvtier.tiers.base import CudaIpc, PoolHandle, SharedMemoryFile
+
+if TYPE_CHECKING:
+    from kvtier.cuda_driver import CudaMemory
+
+PoolMemory: TypeAlias = "npt.NDArray[np.uint8] | CudaMemory"
+"""The pages of a pool, shape (num_pages, page_bytes), uint8; `torch.as_tensor` takes either without a copy."""
 
 
 class PoolMapping:
     """The daemon's device pool, mapped into this process.
 
-    `memory` has shape (num_pages, page_bytes), uint8. Read only pages of a lease, write only its reserved ones. The
-    mapping outlives the daemon: it goes when nothing refers to it any more.
+    The mapping outlives the daemon. It goes when nothing refers to `memory` any more: not the session, which lets go of
+    it when it ends, and not the worker. Only then the next daemon may have the same memory for its own pool.
     """
 
-    def __init__(self, pool: pb.DevicePool, epoch: str) -> None:
+    def __init__(self, handle: PoolHandle, epoch: str) -> None:
+        """Maps the pool; raises `ConfigurationError` when this process may not, or does not see the pool's GPU."""
         self.epoch = epoch
-        self.num_pages = pool.num_pages
-        self.page_bytes = pool.page_bytes
-        num_bytes = pool.num_pages * pool.page_bytes
-        try:
-            descriptor = os.open(pool.shared_memory_path, os.O_RDWR)
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot map the daemon's pool {pool.shared_memory_path}: {error.strerror}; daemon and worker must "
-                "share /dev/shm and the user (containers: one IPC namespace)"
-            ) from error
-        try:
-            mapped = mmap.mmap(descriptor, num_bytes)
-        finally:
-            os.close(descriptor)
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8).reshape(
-            pool.num_pages, pool.page_bytes
-        )
+        self.num_pages = handle.num_pages
+        self.page_bytes = handle.page_bytes
+        self._memory: PoolMemory | None = _map(handle)
+
+    @property
+    def memory(self) -> PoolMemory:
+        """The pages.
+
+        Read only pages of a lease, write only its reserved ones. Raises `SessionLostError` when the session has let go.
+        """
+        if self._memory is None:
+            raise SessionLostError("the session that mapped this pool has ended; take the pool of the next one")
+        return self._memory
+
+    def let_go(self) -> None:
+        """Forgets the memory; who took `memory` before keeps it."""
+        self._memory = None
+
+
+def _map(handle: PoolHandle) -> PoolMemory:
+    if isinstance(handle.memory, SharedMemoryFile):
+        return _map_file(handle.memory.path, handle.num_pages, handle.page_bytes)
+    return _map_cuda(handle.memory, handle.num_pages, handle.page_bytes)
+
+
+def _map_file(path: str, num_pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot map the daemon's pool {path}: {error.strerror}; daemon and worker must share /dev/shm and the "
+            "user (containers: one IPC namespace)"
+        ) from error
+    try:
+        mapped = mmap.mmap(descriptor, num_pages * page_bytes)
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(mapped, dtype=np.uint8).reshape(num_pages, page_bytes)
+
+
+def _map_cuda(memory: CudaIpc, num_pages: int, page_bytes: int) -> CudaMemory:
+    try:
+        from kvtier.cuda_driver import CudaMemory
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the daemon's pool lies on {memory.device_uuid}; to map it, install 'kvtier[gpu]' ({error})"
+        ) from error
+    try:
+        return CudaMemory.open(memory.ipc_handle, memory.device_uuid, num_pages, page_bytes)
+    except GpuError as error:
+        raise ConfigurationError(f"cannot map the daemon's pool on {memory.device_uuid}: {error}") from error

@@ -22,7 +22,7 @@ from kvtier.errors import (
     SessionLostError,
 )
 from kvtier.pages.fingerprint import CacheIdentity
-from kvtier.protocol import identity_to_message
+from kvtier.protocol import identity_to_message, pool_from_message
 from kvtier.v1 import cache_pb2 as pb
 from kvtier.v1 import cache_pb2_grpc
 
@@ -64,7 +64,7 @@ class Stream:
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
         self._valid_until = time.monotonic() + self.lease_ttl_s
         self._start(self._beat())
-        return PoolMapping(attached.pool, attached.epoch)
+        return PoolMapping(pool_from_message(attached.pool), attached.epoch)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

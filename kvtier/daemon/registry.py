@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.cache import PrefixCache, WritePolicy
-from kvtier.config import Config
+from kvtier.config import Config, Share
+from kvtier.daemon.devices import PoolMemory
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.errors import CacheFullError, CacheUnknownError, ConfigurationError, InvalidRequestError
 from kvtier.metrics import Metrics
 from kvtier.pages.fingerprint import CacheIdentity
-from kvtier.tiers.device import SharedMemoryDevicePool
+from kvtier.tiers.base import DevicePool
 from kvtier.tiers.host import HostPool
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.redis import RedisTier
@@ -37,8 +39,15 @@ class CacheRegistry:
     """
 
     def __init__(
-        self, config: Config, pool_prefix: str, redis: RedisTier | None, supervisor: Supervisor, metrics: Metrics
+        self,
+        config: Config,
+        pool_prefix: str,
+        device_memory: PoolMemory,
+        redis: RedisTier | None,
+        supervisor: Supervisor,
+        metrics: Metrics,
     ) -> None:
+        self.device_memory = device_memory
         self._config = config
         self._pool_prefix = pool_prefix
         self._redis = redis
@@ -102,18 +111,26 @@ class CacheRegistry:
         )
         return cache
 
-    def _allocate(self, page_bytes: int, pages: _PagesInPools) -> tuple[SharedMemoryDevicePool, HostPool]:
+    def _allocate(self, page_bytes: int, pages: _PagesInPools) -> tuple[DevicePool, HostPool]:
         prefix = f"{self._pool_prefix}{next(self._opened)}"
-        device = SharedMemoryDevicePool(f"{prefix}-device", pages.device, page_bytes)
+        device = self.device_memory.open_pool(f"{prefix}-device", pages.device, page_bytes)
         try:
-            return device, HostPool(f"{prefix}-host", pages.host, page_bytes)
+            host = HostPool(f"{prefix}-host", pages.host, page_bytes)
         except BaseException:
             device.close()
             raise
+        device.pin(host)
+        return device, host
+
+    @functools.cached_property
+    def _device_bytes(self) -> int:
+        """Of all caches together; of a share, what that is when the first one opens."""
+        size = self._config.device_bytes
+        return int(size * self.device_memory.free_bytes()) if isinstance(size, Share) else size
 
     def _pages_in_pools(self, identity: CacheIdentity) -> _PagesInPools:
         return _PagesInPools(
-            self._num_pages("device_bytes", self._config.device_bytes, identity),
+            self._num_pages("device_bytes", self._device_bytes, identity),
             self._num_pages("host_bytes", self._config.host_bytes, identity),
         )
 

@@ -20,7 +20,7 @@ from kvtier.errors import DrainingError, InvalidRequestError, KvtierError, NotAt
 from kvtier.index import Lease
 from kvtier.metrics import Metrics
 from kvtier.pages.chain import extras_by_page
-from kvtier.protocol import identity_from_message, pages_from_bytes, pages_to_bytes
+from kvtier.protocol import identity_from_message, pages_from_bytes, pages_to_bytes, pool_to_message
 from kvtier.v1 import cache_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -157,19 +157,12 @@ class Session:
         if self._sessions.draining:
             raise DrainingError("the daemon is draining; attach to its successor")
         identity = identity_from_message(request.identity)
-        if request.device_uuid:
-            raise InvalidRequestError(
-                f"device_uuid is {request.device_uuid!r}, but this daemon's device pool lies in host memory; "
-                "attach without device_uuid"
-            )
+        self._sessions.registry.device_memory.check_worker(request.device_uuid)
         self._cache = await self._sessions.registry.attach(identity, self.session_id)
-        handle = self._cache.device.handle()
         return pb.AttachResponse(
             epoch=self._sessions.epoch,
             fingerprint=identity.fingerprint,
-            pool=pb.DevicePool(
-                shared_memory_path=handle.shared_memory_path, num_pages=handle.num_pages, page_bytes=handle.page_bytes
-            ),
+            pool=pool_to_message(self._cache.device.handle()),
             lease_ttl_ms=int(self._sessions.config.lease_ttl_s * 1000),
             session_id=self.session_id,
         )

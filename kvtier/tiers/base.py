@@ -26,10 +26,23 @@ class Route(StrEnum):
     REDIS_TO_HOST = "redis_to_host"
 
 
+class SharedMemoryFile(NamedTuple):
+    """A device pool in POSIX shared memory: its file."""
+
+    path: str
+
+
+class CudaIpc(NamedTuple):
+    """A device pool on a GPU: its CUDA IPC handle, and the UUID of the GPU as nvidia-smi prints it."""
+
+    ipc_handle: bytes
+    device_uuid: str
+
+
 class PoolHandle(NamedTuple):
     """What another process needs to map a device pool."""
 
-    shared_memory_path: str
+    memory: SharedMemoryFile | CudaIpc
     num_pages: int
     page_bytes: int
 
@@ -38,6 +51,7 @@ class DevicePool(Protocol):
     """Page images where workers read and write them: slot i is bytes `i * page_bytes` to `(i + 1) * page_bytes`.
 
     The copies block until they are complete and may run in any thread; slots are distinct, and the caller holds them.
+    They raise `GpuError`, with nothing under way any more: then the pages that were to be written hold anything.
     """
 
     num_pages: int
@@ -45,6 +59,13 @@ class DevicePool(Protocol):
 
     def handle(self) -> PoolHandle:
         """How a worker maps this pool."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the host pool that are pinned for copies of this pool."""
+
+    def pin(self, host: HostPool) -> None:
+        """Begins to pin a host pool, if that makes copies faster, and returns at once; `close` ends it."""
 
     def read_pages(self, slots: SlotArray, host: HostPool, host_slots: SlotArray) -> None:
         """Copies pages down into host slots."""

@@ -14,6 +14,11 @@ class HostPool:
         self._shared = SharedMemory(name, num_pages * page_bytes)
         self.pages: ByteArray = self._shared.memory.reshape(num_pages, page_bytes)
 
+    @property
+    def address(self) -> int:
+        """Where the first page lies in this process."""
+        return self.pages.ctypes.data
+
     def image(self, slot: int) -> memoryview:
         """The bytes of one page; writing to it writes the pool."""
         return memoryview(self.pages[slot])

@@ -7,14 +7,16 @@ publishes only what ended well. Transfer rates are measured on the way: they dec
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from kvtier.errors import CorruptPageError, RedisFullError, RedisUnavailableError
+from kvtier.errors import CorruptPageError, GpuError, RedisFullError, RedisUnavailableError
 from kvtier.index.pool import SlotArray
 from kvtier.index.radix import BoolArray
 from kvtier.metrics import Metrics
@@ -23,7 +25,9 @@ from kvtier.tiers.base import DevicePool, Route
 from kvtier.tiers.host import HostPool
 from kvtier.tiers.redis import RedisTier
 
-_COPY_THREADS = 2
+_log = logging.getLogger(__name__)
+
+_COPY_THREADS = 2  # a direction: while one waits for its copy to end, the other queues the next one behind it
 _RATE_WEIGHT = 0.2  # of the newest transfer in the moving average
 
 
@@ -35,7 +39,8 @@ class Mover:
         self._host = host
         self._redis = redis
         self._metrics = metrics
-        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvtier-copy")
+        self._down = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvtier-spill")
+        self._up = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvtier-promote")
         self._bytes_per_second: dict[Route, float] = {}
 
     @property
@@ -48,24 +53,34 @@ class Mover:
         return num_pages * self._host.page_bytes / rate if rate else 0.0
 
     async def spill(self, device_slots: SlotArray, host_slots: SlotArray) -> None:
-        """Copies pages from the device into host slots."""
-        await self._copy(Route.DEVICE_TO_HOST, self._device.read_pages, device_slots, host_slots)
+        """Copies pages from the device into host slots; raises `GpuError` when that fails, which is counted."""
+        with self._counting(Route.DEVICE_TO_HOST, device_slots.size):
+            await self._run(self._down, self._device.read_pages, device_slots, host_slots)
 
     async def promote(self, host_slots: SlotArray, device_slots: SlotArray) -> None:
-        """Copies pages from host slots to the device."""
-        await self._copy(Route.HOST_TO_DEVICE, self._device.write_pages, device_slots, host_slots)
+        """Copies pages from host slots to the device; raises `GpuError` when that fails, which is counted."""
+        with self._counting(Route.HOST_TO_DEVICE, device_slots.size):
+            await self._run(self._up, self._device.write_pages, device_slots, host_slots)
 
-    async def _copy(
+    async def _run(
         self,
-        route: Route,
+        threads: ThreadPoolExecutor,
         copy: Callable[[SlotArray, HostPool, SlotArray], None],
         device_slots: SlotArray,
         host_slots: SlotArray,
     ) -> None:
+        await asyncio.get_running_loop().run_in_executor(threads, copy, device_slots, self._host, host_slots)
+
+    @contextlib.contextmanager
+    def _counting(self, route: Route, num_pages: int) -> Iterator[None]:
         start = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, copy, device_slots, self._host, host_slots)
-        self._count(route, "moved", device_slots.size, time.perf_counter() - start)
+        try:
+            yield
+        except GpuError as error:
+            _log.error("%s of %d pages failed: %s", route, num_pages, error)
+            self._count(route, "failed", num_pages, 0.0)
+            raise
+        self._count(route, "moved", num_pages, time.perf_counter() - start)
 
     async def store(self, namespace: str, names: Sequence[PageName], host_slots: SlotArray) -> BoolArray:
         """Writes pages to Redis; returns which of them it has now. Failures are counted, never raised."""
@@ -136,4 +151,5 @@ class Mover:
 
     def close(self) -> None:
         """Waits for running copies."""
-        self._threads.shutdown(wait=True)
+        self._down.shutdown(wait=True)
+        self._up.shutdown(wait=True)

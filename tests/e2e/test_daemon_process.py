@@ -65,7 +65,7 @@ def test_a_killed_daemon_is_found_again_by_its_workers_and_finds_its_pages_in_re
     daemon = DaemonProcess.start(directory, **settings)
     with connect(daemon.address, IDENTITY, timeout_s=0.5) as session:
         store(session)
-        before, first_pool = session.epoch, session.pool
+        before, first_pool, first_memory = session.epoch, session.pool, session.pool.memory
         lost = session.acquire("tenant", PROMPT, reserve_pages=2)
         assert lost.matched_tokens == TokensByTier(ALL, 0, 0)
         assert drained(daemon) == 8
@@ -85,7 +85,7 @@ def test_a_killed_daemon_is_found_again_by_its_workers_and_finds_its_pages_in_re
         assert failures[0] in (DaemonUnavailableError, SessionLostError)
         assert failures[1:] == [LeaseLostError] * 4
         lost.release()  # a lost lease has nothing to give back
-        first_pool.memory[lost.reserved_pages] = 255  # what a worker that is late does hurts nobody
+        first_memory[lost.reserved_pages] = 255  # what a worker that is late does hurts nobody
 
         daemon = DaemonProcess.start(directory, **settings)
         try:

@@ -1,0 +1,78 @@
+"""Host memory is pinned in the background, from the first byte to the last."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from kvtier.errors import GpuError
+from kvtier.tiers.pinning import Pinning
+
+ADDRESS = 1 << 40
+CHUNK = 1 << 20
+
+
+class CountingRegistrar:
+    """Keeps account of what is pinned; each chunk waits for `permits`, and the machine has room for `limit` bytes."""
+
+    def __init__(self, limit: int = 1 << 60) -> None:
+        self.pinned: dict[int, int] = {}
+        self.permits = threading.Semaphore(0)
+        self.began = threading.Semaphore(0)
+        self._limit = limit
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.began.release()
+        assert self.permits.acquire(timeout=10)
+        if sum(self.pinned.values()) + num_bytes > self._limit:
+            raise GpuError("cuMemHostRegister failed: out of memory")
+        self.pinned[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_memory_is_pinned_chunk_by_chunk_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    registrar = CountingRegistrar()
+    pinning = Pinning(registrar, ADDRESS, 2 * CHUNK + 5000, CHUNK)
+    for number in range(3):
+        assert registrar.began.acquire(timeout=10)
+        assert pinning.pinned_bytes == number * CHUNK  # what is under way does not count
+        registrar.permits.release()
+    pinning.wait()
+    assert pinning.pinned_bytes == 2 * CHUNK + 5000
+    assert registrar.pinned == {ADDRESS: CHUNK, ADDRESS + CHUNK: CHUNK, ADDRESS + 2 * CHUNK: 5000}
+    assert f"pinned {2 * CHUNK + 5000} of {2 * CHUNK + 5000} bytes" in caplog.text
+    pinning.close()
+    assert registrar.pinned == {}
+    assert pinning.pinned_bytes == 0
+
+
+def test_it_ends_with_the_chunk_under_way_when_it_is_closed() -> None:
+    registrar = CountingRegistrar()
+    pinning = Pinning(registrar, ADDRESS, 8 * CHUNK, CHUNK)
+    registrar.permits.release()
+    for _ in range(2):
+        assert registrar.began.acquire(timeout=10)  # the second chunk is under way
+    closing = threading.Thread(target=pinning.close)
+    closing.start()
+    registrar.permits.release(7)
+    closing.join(10)
+    assert not closing.is_alive()
+    assert registrar.pinned == {}
+    assert registrar.permits.acquire(blocking=False), "not all chunks were pinned"
+
+
+def test_what_cannot_be_pinned_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    registrar = CountingRegistrar(limit=2 * CHUNK)
+    registrar.permits.release(8)
+    pinning = Pinning(registrar, ADDRESS, 8 * CHUNK, CHUNK)
+    pinning.wait()
+    assert pinning.pinned_bytes == 2 * CHUNK
+    assert f"only {2 * CHUNK} of {8 * CHUNK} bytes of host memory are pinned" in caplog.text
+    assert "cuMemHostRegister failed: out of memory; raise the limit of locked memory (ulimit -l)" in caplog.text
+    pinning.close()
+    assert registrar.pinned == {}
