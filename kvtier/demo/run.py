@@ -16,6 +16,7 @@ from kvtier.demo.report import as_json, faults, totals, totals_lines, turns_tabl
 from kvtier.demo.transfers import free_metrics_address, transferred_bytes
 from kvtier.launch import daemon_process
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import find_recipe
 from kvtier.worker import WorkerModel, WorkerOptions, connect_worker, load_model, load_tokenizer
 
 _PAGE_SIZE = 16  # smaller than the default, so that short conversations have pages enough to travel
@@ -52,16 +53,18 @@ def _run(
     console: Console, model: WorkerModel, model_directory: Path, page_format: PageFormat
 ) -> tuple[list[Turn], dict[str, int]]:
     tokenizer = load_tokenizer(model_directory)
+    recipe = find_recipe("shipped", model.revision)
     page_bytes = model.identity(page_format, _PAGE_SIZE).layout.page_bytes
     device_pages = longest_conversation(tokenizer) // _PAGE_SIZE + 2  # so that no two conversations fit
     metrics = free_metrics_address()
     title = (
-        f"{model.name}, {page_format} pages of {page_bytes // 1024} KiB: "
+        f"{model.name}, {page_format} pages of {page_bytes // 1024} KiB, recipe {recipe.name}: "
         f"{device_pages} on the device, {_HOST_PAGES} in host memory, the others in Redis"
     )
     turns: list[Turn] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
         daemon_settings = {
+            "device": "shared-memory",  # the demo's worker runs on the CPU
             "device_bytes": device_pages * page_bytes,
             "host_bytes": _HOST_PAGES * page_bytes,
             "redis": "embedded",
@@ -71,7 +74,7 @@ def _run(
         options = WorkerOptions(promotion_wait_s=_PROMOTION_WAIT_S, recompute_when_cheaper=False)
         with (
             daemon_process(Path(folder), **daemon_settings) as daemon,
-            connect_worker(daemon.address, model, page_format, _PAGE_SIZE, options) as worker,
+            connect_worker(daemon.address, model, page_format, _PAGE_SIZE, options, recipe=recipe) as worker,
             Live(turns_table(turns, title), console=console) as live,
         ):
             for turn in hold_conversations(worker, model, tokenizer, _PAGE_SIZE):

@@ -5,22 +5,28 @@ device and say what every kernel must compute; `nvfp4` is the codec alone. `kvti
 """
 
 from kvtier.ops.cuda.workspace import DecodeWorkspace
+from kvtier.ops.fixed_decode import DecodeTables, FixedDecode
 from kvtier.ops.operations import (
     decode_attention,
     gather_dequantize,
+    prefill_attention,
     quantize_append,
     transform_keys,
     transform_queries,
 )
 from kvtier.ops.recipe import LayerRecipe, layer_recipes
 from kvtier.ops.reference import nvfp4
-from kvtier.ops.reference.attention import AttentionResult, OpenPages, merge_attention, prefill_attention
+from kvtier.ops.reference.append import LEFT_OUT
+from kvtier.ops.reference.attention import AttentionResult, OpenPages, merge_attention
 from kvtier.ops.reference.codec import GlobalScales, round_trip
 from kvtier.ops.reference.gather import Workspace
 
 __all__ = [
+    "LEFT_OUT",
     "AttentionResult",
+    "DecodeTables",
     "DecodeWorkspace",
+    "FixedDecode",
     "GlobalScales",
     "LayerRecipe",
     "OpenPages",

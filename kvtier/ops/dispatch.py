@@ -5,6 +5,8 @@
 | no GPU       | torch reference             | torch reference       | torch reference              |
 | SM80 and on  | kvtier's kernels            | kvtier's kernel       | FlashInfer, else reference   |
 
+A prefill on a GPU is torch's flash attention; with a window or a soft-cap, FlashInfer's, else the reference.
+
 The kernels are compiled for SM100 and SM120 too, but have not run there. FlashInfer's own kernels for NVFP4 pages on
 these do not compute this operation: trtllm-gen (SM100) takes NVFP4 pages with FP8 queries and FP8 outputs only, whose
 rounding alone is ten times the error allowed here, and XQA (SM120) returns no log-sum-exp and knows no soft-cap. Its
@@ -30,6 +32,8 @@ _BALANCE_MAX_HEAD_DIM = 512
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _CODEC_DTYPES = (*_KERNEL_DTYPES, torch.float8_e4m3fn)
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_FLASH_MAX_HEAD_DIM = 256
+_NO_FLASHINFER = "FlashInfer is missing: pip install 'kvtier[gpu]'"
 
 
 class Implementation(StrEnum):
@@ -38,6 +42,7 @@ class Implementation(StrEnum):
     REFERENCE = "torch reference"
     KERNEL = "kvtier kernel"
     FLASHINFER = "FlashInfer fa2"
+    TORCH = "torch flash attention"
 
 
 class Choice(NamedTuple):
@@ -63,6 +68,16 @@ class DecodeCase(NamedTuple):
     group: int  # query heads of a KV head
     query_dtype: torch.dtype
     has_tail: bool
+    has_window: bool = False
+
+
+class PrefillCase(NamedTuple):
+    """What decides about the implementation of one prefill attention."""
+
+    head_dim: int
+    query_dtype: torch.dtype
+    has_window: bool
+    has_softcap: bool
 
 
 def _is_installed(*modules: str) -> bool:
@@ -146,14 +161,34 @@ def _choose_fallback_decode(platform: Platform, case: DecodeCase) -> Choice:
     if platform.capability is None:
         return Choice(Implementation.REFERENCE, "there is no NVIDIA GPU")
     if not platform.has_flashinfer:
-        return Choice(Implementation.REFERENCE, "FlashInfer is missing: pip install 'kvtier[gpu]'")
-    if case.has_tail:
-        return Choice(Implementation.REFERENCE, "FlashInfer attends to pages alone, not to an open page behind them")
+        return Choice(Implementation.REFERENCE, _NO_FLASHINFER)
+    if case.has_tail and case.has_window:
+        return Choice(Implementation.REFERENCE, "FlashInfer's window does not end behind an open page")
     if case.head_dim not in _FLASHINFER_HEAD_DIMS or case.query_dtype not in _KERNEL_DTYPES:
         return Choice(Implementation.REFERENCE, "FlashInfer has no kernel for this head dimension and query dtype")
     if platform.capability < OLDEST_CAPABILITY:
         return Choice(Implementation.REFERENCE, "FlashInfer needs compute capability 8.0")
     return Choice(Implementation.FLASHINFER, f"FlashInfer is there; kvtier has no kernel for {case.page_format} pages")
+
+
+@functools.cache
+def choose_prefill(platform: Platform, case: PrefillCase) -> Choice:
+    """Who attends to a workspace."""
+    if platform.capability is None:
+        return Choice(Implementation.REFERENCE, "there is no NVIDIA GPU")
+    if platform.capability < OLDEST_CAPABILITY:
+        return Choice(Implementation.REFERENCE, "flash attention needs compute capability 8.0")
+    if case.query_dtype not in _KERNEL_DTYPES:
+        return Choice(Implementation.REFERENCE, "flash attention takes BF16 and FP16")
+    if not (case.has_window or case.has_softcap):
+        if case.head_dim <= _FLASH_MAX_HEAD_DIM:
+            return Choice(Implementation.TORCH, "causal, without window and soft-cap")
+        return Choice(Implementation.REFERENCE, f"flash attention has heads up to {_FLASH_MAX_HEAD_DIM}")
+    if not platform.has_flashinfer:
+        return Choice(Implementation.REFERENCE, _NO_FLASHINFER)
+    if case.head_dim not in _FLASHINFER_HEAD_DIMS:
+        return Choice(Implementation.REFERENCE, f"FlashInfer has head dimensions {_listed(_FLASHINFER_HEAD_DIMS)}")
+    return Choice(Implementation.FLASHINFER, "torch's flash attention has no window and no soft-cap")
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -20,10 +20,12 @@ from kvtier.ops.cuda.cubin_cache import default_directory
 from kvtier.ops.dispatch import (
     Choice,
     DecodeCase,
+    PrefillCase,
     choose_append,
     choose_balance,
     choose_decode,
     choose_gather,
+    choose_prefill,
     platform_of,
 )
 from kvtier.ops.reference import append, attention, gather, transform
@@ -139,6 +141,9 @@ def _choices(device: torch.device) -> Iterator[tuple[str, Choice]]:
     for page_format in PageFormat:
         case = DecodeCase(page_format, _LAYOUT.head_dim, _GROUP, torch.bfloat16, has_tail=False)
         yield f"decode_attention, {page_format} pages", choose_decode(platform, case)
+    for name, has_window in (("prefill_attention", False), ("prefill_attention, window", True)):
+        prefill = PrefillCase(_LAYOUT.head_dim, torch.bfloat16, has_window, has_softcap=False)
+        yield name, choose_prefill(platform, prefill)
 
 
 class _Pages(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtier.ops import dispatch
+from kvtier.ops import dispatch, torch_prefill
 from kvtier.ops.cuda.workspace import DecodeWorkspace
 from kvtier.ops.dispatch import Implementation, platform_of
 from kvtier.ops.reference import append, attention, gather
@@ -34,7 +34,8 @@ def quantize_append(
     Args:
         view: one layer of the pool, of any page format.
         key, value: `(N, Hkv, D)`, floating point.
-        slots: `(N,)` int64, `page_number * page_size + offset in the page`, all different.
+        slots: `(N,)` int64, `page_number * page_size + offset in the page`, all different; -1 for a token that is left
+            out.
         scales: global scales of this layer.
         block_scales: how the scales of NVFP4 blocks are chosen.
 
@@ -140,8 +141,9 @@ def decode_attention(
     """
     num_kv_heads, head_dim = view.k_data.shape[1], query.shape[-1]
     attention.check_heads_and_window(query.shape[1], num_kv_heads, sliding_window)
+    group = query.shape[1] // num_kv_heads
     case = dispatch.DecodeCase(
-        page_format_of(view), head_dim, query.shape[1] // num_kv_heads, query.dtype, tail is not None
+        page_format_of(view), head_dim, group, query.dtype, tail is not None, sliding_window is not None
     )
     choice = dispatch.choose_decode(platform_of(query.device), case)
     pages = (query, view, page_table, lengths, scales, softmax_scale, sliding_window, logit_softcap)
@@ -153,6 +155,37 @@ def decode_attention(
         case Implementation.FLASHINFER:
             from kvtier.ops import flashinfer_fa2
 
-            return flashinfer_fa2.decode_attention(*pages)
-        case Implementation.REFERENCE:
+            return flashinfer_fa2.decode_attention(*pages, tail)
+        case _:
             return attention.decode_attention(*pages, tail)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last S of T tokens of one sequence: `(S, Hq, D)`, dtype of the query.
+
+    Args:
+        query: `(S, Hq, D)`, of the tokens at positions T - S to T - 1.
+        key, value: `(T, Hkv, D)`, of any floating dtype; they are cast to the query's.
+
+    Raises `InvalidRequestError` when heads do not divide or S exceeds T.
+    """
+    attention.check_prefill(query, key, sliding_window)
+    case = dispatch.PrefillCase(query.shape[-1], query.dtype, sliding_window is not None, logit_softcap is not None)
+    choice = dispatch.choose_prefill(platform_of(query.device), case)
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    match choice.implementation:
+        case Implementation.TORCH:
+            return torch_prefill.prefill_attention(query, key, value, softmax_scale)
+        case Implementation.FLASHINFER:
+            from kvtier.ops import flashinfer_prefill
+
+            return flashinfer_prefill.prefill_attention(query, key, value, softmax_scale, sliding_window, logit_softcap)
+        case _:
+            return attention.prefill_attention(query, key, value, softmax_scale, sliding_window, logit_softcap)

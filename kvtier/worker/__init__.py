@@ -11,7 +11,7 @@ from kvtier.worker.chat import Conversation
 from kvtier.worker.connect import connect_worker
 from kvtier.worker.engine import Worker
 from kvtier.worker.model import WorkerModel, load_model, load_tokenizer, prepare_model
-from kvtier.worker.options import PrefillAttends, WorkerOptions
+from kvtier.worker.options import OpenPage, PrefillAttends, WorkerOptions
 from kvtier.worker.request import FinishReason, Reply, Request, RequestStatistics
 from kvtier.worker.sampling import Sampling
 from kvtier.worker.sequence import Sequence
@@ -19,6 +19,7 @@ from kvtier.worker.sequence import Sequence
 __all__ = [
     "Conversation",
     "FinishReason",
+    "OpenPage",
     "PrefillAttends",
     "Reply",
     "Request",

@@ -45,6 +45,19 @@ class AttentionBatch(Protocol):
         ...
 
 
+class ModelBatch(AttentionBatch, Protocol):
+    """The same, with what the model is called with.
+
+    Attributes:
+        input_ids, position_ids: `(1, T)` int64.
+        last_rows: int64, the rows of the packed row where the logits of the next tokens are.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    last_rows: torch.Tensor
+
+
 def register_attention() -> None:
     """Makes `attn_implementation="kvtier"` known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, _attention)

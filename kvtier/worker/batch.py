@@ -1,74 +1,71 @@
 """One forward pass over chunks of several sequences, packed in one row, and the attention of its layers.
 
-The three data paths meet here. In every layer the K and V of all new tokens are first quantised into their pages. Then
-  - a prefill attends to a workspace: its cached prefix, if there is one, gathered and dequantised, and its own K and V
-    behind it as they are; with `PrefillAttends.QUANTIZED`, as the pages give them back;
-  - a decode, a chunk of one token behind a prefix, attends to the pages themselves.
+In every layer K and Q are first transformed as the recipe says: pages, open pages and all attention are in the
+transformed space, in which logits are what they were. Then
+  - the new tokens go to the open pages of their sequences; those of pages that are full now are quantised into them,
+    whole pages at once;
+  - a decode, a chunk of one token behind a prefix, attends to the pages and the open page where they are;
+  - a prefill attends to a workspace (`kvtier.worker.prefill`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from kvtier.client.pool import PoolMemory
 from kvtier.ops import (
-    GlobalScales,
-    Workspace,
+    LayerRecipe,
     decode_attention,
-    gather_dequantize,
-    prefill_attention,
+    layer_recipes,
     quantize_append,
+    transform_keys,
+    transform_queries,
 )
 from kvtier.pages.layout import PageLayout
+from kvtier.pages.recipe import Recipe
 from kvtier.pages.views import LayerView, layer_view
 from kvtier.worker.attention import LayerCall
+from kvtier.worker.chunk import Chunk
+from kvtier.worker.open_pages import OpenPageStore
 from kvtier.worker.options import PrefillAttends
-
-
-class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence that a forward pass computes.
-
-    `tokens` stand at positions `start` and following; `pages` are the page numbers of the sequence from its first token
-    on. Positions before `first_written` lie in pages that others share: they are read and never written.
-    """
-
-    tokens: Items[int]
-    start: int
-    pages: Items[int]
-    first_written: int
-
-    @property
-    def end(self) -> int:
-        """Position behind the last token."""
-        return self.start + len(self.tokens)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether the chunk attends to pages alone."""
-        return len(self.tokens) == 1 and self.start > 0
+from kvtier.worker.placement import Moves, int32, moves_of, page_table, place_chunks, spans_of
+from kvtier.worker.prefill import Prefills
+from kvtier.worker.upload import upload
 
 
 class PagedKv(NamedTuple):
-    """The device pool as a model's layers see it: its layout, and views and global scales by layer."""
+    """The device pool as a model's layers see it: its layout, views and recipe by layer, and the dtype of K and V."""
 
     layout: PageLayout
     views: Items[LayerView]
-    scales: Items[GlobalScales]
+    recipes: Items[LayerRecipe]
+    dtype: torch.dtype
 
     @staticmethod
-    def of(memory: np.ndarray, layout: PageLayout) -> PagedKv:
-        """Views of a pool `(pages, page_bytes)` uint8, with the global scales of the recipe "plain": 1.0."""
-        pool = torch.from_numpy(memory)
-        layers = range(layout.num_layers)
-        return PagedKv(layout, [layer_view(pool, layout, layer) for layer in layers], [GlobalScales() for _ in layers])
+    def of(memory: PoolMemory | torch.Tensor, layout: PageLayout, recipe: Recipe, dtype: torch.dtype) -> PagedKv:
+        """Views of a pool `(pages, page_bytes)` uint8, for a model whose K and V have `dtype`."""
+        pool = torch.as_tensor(memory)
+        views = [layer_view(pool, layout, layer) for layer in range(layout.num_layers)]
+        return PagedKv(layout, views, layer_recipes(recipe, layout.num_layers, dtype, pool.device), dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self.views[0].k_data.device
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return len(self.views[0].k_data)
 
 
 class PackedBatch:
     """Chunks of different sequences: decodes stand before prefills, in the given order and in the packed row.
+
+    A sequence has one chunk in it at most.
 
     Attributes:
         input_ids, position_ids: `(1, T)` int64, what the model is called with.
@@ -76,113 +73,86 @@ class PackedBatch:
     """
 
     def __init__(
-        self, chunks: Items[Chunk], pool: PagedKv, prefill_attends: PrefillAttends, dtype: torch.dtype
+        self, chunks: Items[Chunk], pages: PagedKv, open_pages: OpenPageStore, prefill_attends: PrefillAttends
     ) -> None:
-        """`dtype` is that of the model's K and V, and so of the workspace."""
-        self._pool = pool
+        self._pages = pages
+        self._open_pages = open_pages
         self._fresh = prefill_attends is PrefillAttends.FRESH
-        self.input_ids = torch.tensor([[token for chunk in chunks for token in chunk.tokens]])
-        self.position_ids = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).unsqueeze(0)
-        self.last_rows = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
-        self._written = _written_rows(chunks, pool.layout.page_size)
 
-        decodes = [chunk for chunk in chunks if chunk.is_decode]
-        prefills = chunks[len(decodes) :]
+        page_size = pages.layout.page_size
+        placed = place_chunks(chunks, open_pages)
+        decodes = [one for one in placed if one.chunk.is_decode]
+        prefills = placed[len(decodes) :]
         self._num_decodes = len(decodes)
-        self._decode_pages = _page_table(decodes)
-        self._decode_lengths = _int32(chunk.end for chunk in decodes)
-        self._prefills = _prefill_rows(prefills, len(decodes))
-        self._prefill_pages = _page_table(prefills)
-        self._gathered = _int32(chunk.start if self._fresh else chunk.end for chunk in prefills)
-        self._starts = _int32(prefill.seen.start for prefill in self._prefills)
-        shape = (sum(chunk.end for chunk in prefills), pool.layout.num_kv_heads, pool.layout.head_dim)
-        self._workspace = Workspace(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        (
+            self.input_ids,
+            self.position_ids,
+            self.last_rows,
+            self._decode_pages,
+            self._decode_lengths,
+            self._tail_lengths,
+            self._tail_slots,
+            *moves,
+        ) = upload(
+            [
+                torch.tensor([[token for chunk in chunks for token in chunk.tokens]]),
+                torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).unsqueeze(0),
+                torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1,
+                page_table([decode.chunk.pages for decode in decodes]),
+                int32(decode.num_paged for decode in decodes),
+                int32(decode.chunk.end - decode.num_paged for decode in decodes),
+                torch.tensor([decode.chunk.open_slot for decode in decodes], dtype=torch.long),
+                *moves_of(placed, page_size),
+            ],
+            pages.device,
+        )
+        self._moves = Moves(*moves)
+        spans = [spans_of(prefill, prefill_attends, page_size, open_pages) for prefill in prefills]
+        self._prefills = Prefills(prefills, spans, pages.layout, pages.dtype, pages.device) if prefills else None
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        """See `AttentionBatch`; it writes the K and V of layer `call.layer` to the pages first."""
-        view, scales = self._pool.views[call.layer], self._pool.scales[call.layer]
-        rows, slots = self._written
-        quantize_append(view, call.key[rows], call.value[rows], slots, scales)
-        out = torch.empty(call.query.shape, dtype=call.query.dtype)
+        """See `AttentionBatch`; it writes the K and V of layer `call.layer` to pages and open pages first."""
+        view, recipe = self._pages.views[call.layer], self._pages.recipes[call.layer]
+        call = transformed(call, recipe)
+        fresh = torch.stack((call.key, call.value))
+        held = self._open_pages.rounded(fresh)
+        carried = self._open_pages.read(call.layer, self._moves.carried).to(held.dtype)
+        self._write(call.layer, torch.cat((held, carried), dim=1))
+        out = torch.empty(call.query.shape, dtype=call.query.dtype, device=call.query.device)
         if self._num_decodes:
-            decodes = slice(self._num_decodes)
-            out[decodes] = decode_attention(
-                call.query[decodes],
-                view,
-                self._decode_pages,
-                self._decode_lengths,
-                scales,
-                call.softmax_scale,
-                call.sliding_window,
-                call.logit_softcap,
-            ).out
+            out[: self._num_decodes] = self._decode(call)
         if self._prefills:
-            gather_dequantize(view, self._prefill_pages, self._gathered, self._starts, scales, self._workspace)
-        for prefill in self._prefills:
-            out[prefill.rows] = self._attend_prefill(call, prefill)
+            computed = fresh if self._fresh else held
+            for rows, attended in self._prefills.attend(call, view, recipe.scales, computed, carried):
+                out[rows] = attended
         return out
 
-    def _attend_prefill(self, call: LayerCall, prefill: _PrefillRows) -> torch.Tensor:
-        key, value = self._workspace
-        if self._fresh:
-            key[prefill.own] = call.key[prefill.rows]
-            value[prefill.own] = call.value[prefill.rows]
-        return prefill_attention(
-            call.query[prefill.rows],
-            key[prefill.seen],
-            value[prefill.seen],
+    def _write(self, layer: int, tokens: torch.Tensor) -> None:
+        """Fills pages and open pages from `tokens` `(2, N, Hkv, D)`: the packed row, then the carried tokens."""
+        moves, recipe = self._moves, self._pages.recipes[layer]
+        if len(moves.slots):
+            key, value = tokens[:, moves.written]
+            view = self._pages.views[layer]
+            quantize_append(view, key, value, moves.slots, recipe.scales, recipe.block_scales)
+        self._open_pages.write(layer, moves.places, tokens[:, moves.kept])
+
+    def _decode(self, call: LayerCall) -> torch.Tensor:
+        return decode_attention(
+            call.query[: self._num_decodes],
+            self._pages.views[call.layer],
+            self._decode_pages,
+            self._decode_lengths,
+            self._pages.recipes[call.layer].scales,
             call.softmax_scale,
             call.sliding_window,
             call.logit_softcap,
-        )
+            self._open_pages.tail(call.layer, self._tail_slots, self._tail_lengths),
+        ).out
 
 
-class _PrefillRows(NamedTuple):
-    """A prefill: its `rows` of the packed row; in the workspace, all its tokens (`seen`) and the new ones (`own`)."""
-
-    rows: slice
-    seen: slice
-    own: slice
-
-
-class _Written(NamedTuple):
-    """Rows of the packed row whose K and V are written, and the slots of the pool they go to, both int64."""
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-
-
-def _prefill_rows(prefills: Items[Chunk], first_row: int) -> list[_PrefillRows]:
-    placed: list[_PrefillRows] = []
-    row, workspace_row = first_row, 0
-    for chunk in prefills:
-        end = workspace_row + chunk.end
-        rows = slice(row, row + len(chunk.tokens))
-        placed.append(_PrefillRows(rows, slice(workspace_row, end), slice(workspace_row + chunk.start, end)))
-        row, workspace_row = rows.stop, end
-    return placed
-
-
-def _written_rows(chunks: Items[Chunk], page_size: int) -> _Written:
-    rows: list[int] = []
-    slots: list[int] = []
-    row = 0
-    for chunk in chunks:
-        for position in range(chunk.start, chunk.end):
-            if position >= chunk.first_written:
-                rows.append(row)
-                slots.append(chunk.pages[position // page_size] * page_size + position % page_size)
-            row += 1
-    return _Written(torch.tensor(rows, dtype=torch.long), torch.tensor(slots, dtype=torch.long))
-
-
-def _page_table(chunks: Items[Chunk]) -> torch.Tensor:
-    """Page numbers `(chunks, most pages)` int32; the entries past a chunk's own pages are 0 and never read."""
-    table = torch.zeros((len(chunks), max((len(chunk.pages) for chunk in chunks), default=0)), dtype=torch.int32)
-    for row, chunk in zip(table, chunks, strict=True):
-        row[: len(chunk.pages)] = torch.tensor(chunk.pages, dtype=torch.int32)
-    return table
-
-
-def _int32(values: Iterable[int]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
+def transformed(call: LayerCall, recipe: LayerRecipe) -> LayerCall:
+    """`call` with K and Q as pages and attention take them."""
+    if recipe.transform is None:
+        return call
+    key, query = transform_keys(call.key, recipe.transform), transform_queries(call.query, recipe.transform)
+    return call._replace(key=key, query=query)

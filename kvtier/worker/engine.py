@@ -6,19 +6,22 @@ import bisect
 import time
 from collections.abc import Callable, Iterable
 
-import torch
-
 from kvtier.client import Lease, PoolMapping, Session
-from kvtier.errors import CacheFullError, DrainingError, InvalidRequestError, KvtierError
+from kvtier.errors import CacheFullError, DrainingError, InvalidRequestError, KvtierError, SessionLostError
 from kvtier.pages.layout import PageLayout
+from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker.admission import LEASE_GONE, Admission, Admitted, release
-from kvtier.worker.batch import Chunk, PackedBatch, PagedKv
+from kvtier.worker.batch import PagedKv
+from kvtier.worker.chunk import Chunk
 from kvtier.worker.model import WorkerModel
+from kvtier.worker.open_pages import OpenPageStore
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
 from kvtier.worker.rate import PrefillRate
 from kvtier.worker.request import FinishReason, Reply, Request
+from kvtier.worker.sampling import choose_tokens
 from kvtier.worker.scheduler import Planned, plan_step
 from kvtier.worker.sequence import Sequence
+from kvtier.worker.step import StepRunner
 
 _RETRY_S = 0.05  # between attempts to get a lease that the daemon could not give
 _LEASE_WAIT_S = 0.01  # a lease on what the device has comes sooner; only promotions are overlapped with decoding
@@ -33,22 +36,30 @@ class Worker:
     to the queue with its tokens so far and begins anew on what the cache has of them.
 
     Args:
-        session: attached with `model.identity(...)`, of the same `prefill_attends` as `options`.
+        session: attached with `model.identity(...)`, of the same `recipe` and of what `options` say.
         model: what runs.
         layout: of the identity.
         options: limits.
+        recipe: how values become codes.
     """
 
     def __init__(
-        self, session: Session, model: WorkerModel, layout: PageLayout, options: WorkerOptions = DEFAULT_OPTIONS
+        self,
+        session: Session,
+        model: WorkerModel,
+        layout: PageLayout,
+        options: WorkerOptions = DEFAULT_OPTIONS,
+        recipe: Recipe = PLAIN,
     ) -> None:
         self._session = session
         self._model = model
         self._layout = layout
         self._options = options
+        self._recipe = recipe
+        self._open_pages = OpenPageStore(layout, options.open_page, options.max_sequences, model.device)
         self._admission = Admission(session, options.promotion_wait_s)
         self._pool: PoolMapping | None = None
-        self._pages: PagedKv | None = None
+        self._runner: StepRunner | None = None
         self._rate = PrefillRate()
         self._num_submitted = 0
         self._waiting: list[Sequence] = []
@@ -95,27 +106,34 @@ class Worker:
         self._grow()
         # NOTE: the pool is read before the leases are checked. A lease that holds afterwards is of the session that the
         # pool belongs to, so page numbers are never looked up in the pool of another epoch.
-        pages = self._paged_kv()
+        runner = self._step_runner() if self._running else None
         planned = [plan for plan in plan_step(self._running, self._options.step_tokens) if self._is_held(plan.sequence)]
-        if planned:
-            self._compute(planned, pages)
+        if runner and planned:
+            self._compute(planned, runner)
         elif self._waiting:
             time.sleep(_RETRY_S)
 
-    def _compute(self, planned: list[Planned], pages: PagedKv) -> None:
-        batch = PackedBatch([plan.chunk for plan in planned], pages, self._options.prefill_attends, self._model.dtype)
+    def _compute(self, planned: list[Planned], runner: StepRunner) -> None:
         started_s = time.perf_counter()
-        logits = self._model.forward(batch)
+        try:
+            output = runner.run([plan.chunk for plan in planned])
+            tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
+        except BaseException:
+            # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need.
+            for plan in planned:
+                self._requeue(plan.sequence)
+            raise
+        # NOTE: the tokens are here, so a GPU has computed the whole pass: pages that are committed now are complete.
         prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
         self._rate.add(prefilled, time.perf_counter() - started_s)
-        for (sequence, chunk), next_logits in zip(planned, logits, strict=True):
+        for (sequence, chunk), token in zip(planned, tokens, strict=True):
             # NOTE: checked again, since the pages may have become another's while the pass was reading them.
             if self._is_held(sequence):
-                self._advance(sequence, chunk, next_logits)
+                self._advance(sequence, chunk, token)
 
-    def _advance(self, sequence: Sequence, chunk: Chunk, next_logits: torch.Tensor) -> None:
+    def _advance(self, sequence: Sequence, chunk: Chunk, next_token: int) -> None:
         sequence.advance(chunk)
-        reason = sequence.append_token(next_logits) if chunk.end == len(sequence.tokens) else None
+        reason = sequence.append_token(next_token) if chunk.end == len(sequence.tokens) else None
         self._attempt(sequence, sequence.commit_full_pages)
         if reason and sequence.reply is None:
             self._finish(sequence, reason)
@@ -145,7 +163,7 @@ class Worker:
                 release(answer)
         elif isinstance(answer, Lease):
             self._waiting.remove(sequence)
-            sequence.start(answer)
+            sequence.start(answer, self._open_pages.take_slot())
             bisect.insort(self._running, sequence, key=_by_arrival)
         elif isinstance(answer, _TRY_AGAIN):
             self._wait(sequence, answer)
@@ -175,7 +193,9 @@ class Worker:
         """Runs something that needs the lease of `sequence`; False when it failed and the sequence runs no longer."""
         try:
             action()
-        except LEASE_GONE:
+        except LEASE_GONE as error:
+            if isinstance(error, SessionLostError):
+                self._runner = self._pool = None  # views of a lost pool would keep its memory
             self._requeue(sequence)
         except CacheFullError:
             self._requeue(self._running[-1])  # the youngest gives its pages to the older ones
@@ -186,26 +206,45 @@ class Worker:
         return False
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        release(sequence.lease)
+        self._stop(sequence)
         sequence.restart()
         bisect.insort(self._waiting, sequence, key=_by_arrival)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: KvtierError | None = None) -> None:
         if sequence in self._running:
-            self._running.remove(sequence)
-            release(sequence.lease)
+            self._stop(sequence)
             self._retry_at_s = 0.0  # its pages may be what the next one waits for
         else:
             self._waiting.remove(sequence)
         sequence.finish(reason, error)
 
-    def _paged_kv(self) -> PagedKv:
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes back what a running sequence holds."""
+        self._running.remove(sequence)
+        release(sequence.lease)
+        self._open_pages.give_back(sequence.open_slot)
+
+    def _step_runner(self) -> StepRunner | None:
+        """What runs steps over the session's pool, if that is not lost just now.
+
+        Raises `InvalidRequestError` when it is not where the model is.
+        """
         pool = self._session.pool
-        if self._pages is None or pool is not self._pool:
+        if self._runner is None or pool is not self._pool:
+            try:
+                memory = pool.memory
+            except SessionLostError:
+                return None
+            pages = PagedKv.of(memory, self._layout, self._recipe, self._model.dtype)
+            if pages.device != self._model.device:
+                raise InvalidRequestError(
+                    f"the daemon's pool is on {pages.device} and the model on {self._model.device}; load the model on "
+                    f"{pages.device}, or give the daemon a pool there"
+                )
+            attends, uses_graphs = self._options.prefill_attends, self._options.cuda_graphs
+            self._runner = StepRunner(self._model, pages, self._open_pages, attends, uses_graphs)
             self._pool = pool
-            self._pages = PagedKv.of(pool.memory, self._layout)
-        return self._pages
+        return self._runner
 
     def _check(self, request: Request) -> None:
         num_tokens = len(request.prompt) + request.max_new_tokens
@@ -213,7 +252,7 @@ class Worker:
             raise InvalidRequestError(
                 f"prompt and reply have up to {num_tokens} tokens; {self._model.name} takes {self._model.max_tokens}"
             )
-        num_pages, pool_pages = -(-num_tokens // self._layout.page_size), len(self._session.pool.memory)
+        num_pages, pool_pages = -(-num_tokens // self._layout.page_size), self._session.pool.num_pages
         if num_pages > pool_pages:
             raise InvalidRequestError(
                 f"prompt and reply need up to {num_pages} pages and the device pool has {pool_pages}; "

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvtier.errors import InvalidRequestError
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat, PageLayout
-from kvtier.worker.attention import ATTENTION_NAME, register_attention
-from kvtier.worker.batch import PackedBatch
+from kvtier.pages.recipe import PLAIN, Recipe
+from kvtier.worker.attention import ATTENTION_NAME, ModelBatch, register_attention
 from kvtier.worker.geometry import ModelGeometry, check_architecture, inspect_model
 from kvtier.worker.identity import CONFIG_NAME, rope_text, weights_digest
-from kvtier.worker.options import PrefillAttends
+from kvtier.worker.options import OpenPage, PrefillAttends
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,23 @@ class WorkerModel:
         """Of the weights and the arithmetic."""
         return self.module.dtype
 
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Computes a batch and writes its pages; logits `(chunks, vocabulary)` behind the last token of every chunk."""
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are; the pool must be there too."""
+        return self.module.device
+
+    def forward(self, batch: ModelBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes a batch and writes its pages and open pages.
+
+        The logits of the next token, `(rows, vocabulary)`, behind the tokens in `rows` of the packed row, int64; behind
+        the last token of every chunk when they are not given.
+        """
         with torch.inference_mode():
             output = self.module(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
-                logits_to_keep=batch.last_rows,
+                logits_to_keep=batch.last_rows if rows is None else rows,
                 kvtier_batch=batch,
             )
         logits: torch.Tensor = output.logits[0]
@@ -55,42 +64,52 @@ class WorkerModel:
         page_format: PageFormat,
         page_size: int = 64,
         prefill_attends: PrefillAttends = PrefillAttends.FRESH,
+        open_page: OpenPage = OpenPage.BF16,
+        recipe: Recipe = PLAIN,
     ) -> CacheIdentity:
         """What a session attaches with.
 
-        The dtype of the arithmetic and what a prefill attends to are part of it: the stored values depend on both.
+        The dtype of the arithmetic, what a prefill attends to and how open pages are kept are part of it: the stored
+        values depend on them. Raises `InvalidRequestError` when `recipe` is another model's.
         """
-        layout = PageLayout(
-            page_format, self.geometry.num_layers, self.geometry.num_kv_heads, self.geometry.head_dim, page_size
-        )
+        num_layers, num_kv_heads, head_dim, _ = self.geometry
+        recipe.check_fits(self.name, self.revision, num_layers, num_kv_heads, head_dim)
+        layout = PageLayout(page_format, num_layers, num_kv_heads, head_dim, page_size)
         dtype = str(self.dtype).removeprefix("torch.")
-        recipe = "plain" if prefill_attends is PrefillAttends.FRESH else "plain, prefill attends to quantized"
         return CacheIdentity(
             model=self.name,
             revision=f"{self.revision}, {dtype}",
             vocab_size=self.vocab_size,
             layout=layout,
             rope=rope_text(self.module.config.get_text_config().to_dict()),
-            recipe=recipe,
+            recipe=f"{recipe.digest}; open page {open_page}; prefill attends to {prefill_attends}",
         )
 
 
 def load_model(
-    path: str | Path, gguf_file: str | None = None, dtype: torch.dtype = torch.float32, revision: str | None = None
+    path: str | Path,
+    gguf_file: str | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    device: str | torch.device = "cpu",
 ) -> WorkerModel:
     """The model in a local directory; nothing is downloaded.
 
     Args:
         path: a Hugging Face directory, or one that holds a GGUF file.
         gguf_file: name of the GGUF file in `path`; not needed when it is the only model there.
-        dtype: of the weights in memory and of the arithmetic.
+        dtype: of the weights in memory and of the arithmetic; None is BF16 on a GPU and FP32 on the CPU.
         revision: names the weights; the digest of the weight files when it is not given.
+        device: where it runs, such as "cuda:0": where the daemon's pool is.
 
     Raises:
         InvalidRequestError: there is no model at `path`, or kvtier cannot run it; the message names why.
     """
     directory, gguf_file = _locate(path, gguf_file)
+    device = torch.device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     module = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf_file, dtype=dtype, local_files_only=True)
+    torch.nn.Module.to(module, device)
     name = Path(gguf_file).stem if gguf_file else directory.name
     return prepare_model(module, name, revision or weights_digest(directory, gguf_file))
 

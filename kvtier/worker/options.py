@@ -9,13 +9,26 @@ from kvtier.errors import InvalidRequestError
 
 
 class PrefillAttends(StrEnum):
-    """What a prefill sees of the tokens that it computes itself; of those before, it sees what pages give back.
+    """What a prefill sees of the tokens that it computes itself; of those before, it sees what a decode sees.
 
     A long prompt is several prefills, so with `FRESH` its reply depends a little on where it was cut.
     """
 
     FRESH = "fresh"  # K and V as they are: the most exact first reply
-    QUANTIZED = "quantized"  # K and V as pages give them back: a cold prompt and a cached one reply the same
+    QUANTIZED = (
+        "quantized"  # what a decode in the place of each token sees: a cold prompt and a cached one reply the same
+    )
+
+
+class OpenPage(StrEnum):
+    """How a worker keeps the last, not yet full page of a sequence, until it is quantised once, whole.
+
+    A decode sees what pages give back of every page that is full with its own token, and of the others what is kept.
+    """
+
+    BF16 = "bf16"  # 16 bits a value: the least loss
+    FP8 = "fp8"  # E4M3, saturating at 448
+    OFF = "off"  # not at all: every token is quantised at once
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class WorkerOptions:
 
     Args:
         prefill_attends: what a prefill sees of the tokens that it computes itself; part of the cache's identity.
+        open_page: how the last, not yet full page of a sequence is kept; part of the cache's identity.
         step_tokens: tokens of one forward pass. A longer prompt is computed in several, between which others decode.
         max_sequences: requests that run at the same time.
         promotion_wait_s: how long a request waits for pages of lower tiers before it computes them.
@@ -31,14 +45,17 @@ class WorkerOptions:
             where moving them takes longer. Without it they are always moved.
         patience_s: how long a request waits for pages that other workers hold, or for a daemon that does not answer,
             before it fails.
+        cuda_graphs: on a GPU, runs steps in which everything decodes as CUDA graphs.
     """
 
     prefill_attends: PrefillAttends = PrefillAttends.FRESH
+    open_page: OpenPage = OpenPage.BF16
     step_tokens: int = 512
     max_sequences: int = 16
     promotion_wait_s: float = 2.0
     recompute_when_cheaper: bool = True
     patience_s: float = 30.0
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.max_sequences < self.step_tokens:

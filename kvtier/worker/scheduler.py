@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from kvtier.worker.batch import Chunk
+from kvtier.worker.chunk import Chunk
 from kvtier.worker.sequence import Sequence
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import torch
 
 from kvtier.client import Lease, TokensByTier
 from kvtier.errors import KvtierError
-from kvtier.worker.batch import Chunk
+from kvtier.worker.chunk import Chunk
 from kvtier.worker.request import FinishReason, Reply, Request, RequestStatistics
 from kvtier.worker.sampling import Sampler
 
@@ -17,8 +16,8 @@ from kvtier.worker.sampling import Sampler
 class Sequence:
     """Waiting while it has no lease, running while it has one, finished once it has a reply.
 
-    NOTE: positions below `num_computed` have their K and V in pages. Pages up to `num_committed` tokens are shared with
-    others: they were matched or are committed, and are never written again.
+    NOTE: positions below `num_computed` have their K and V in pages or in the open page. Pages up to `num_committed`
+    tokens are shared with others: they were matched or are committed, and are never written again.
     """
 
     def __init__(self, request: Request, number: int, page_size: int) -> None:
@@ -28,12 +27,14 @@ class Sequence:
         self.num_computed = 0
         self.num_committed = 0
         self.pages: list[int] = []
+        self.open_slot = 0
+        """Of a running sequence: where the worker keeps its open page."""
+        self.sampler = Sampler(request.sampling)
         self.reply: Reply | None = None
         self.refused_since_s: float | None = None
         """When the daemon first gave no lease, of the refusals since it gave one last."""
         self._lease: Lease | None = None
         self._page_size = page_size
-        self._sampler = Sampler(request.sampling)
         self._submitted_s = time.monotonic()
         self._token_times_s: list[float] = []
         self._found: TokensByTier | None = None
@@ -66,13 +67,14 @@ class Sequence:
         """Pages that the tokens so far need and the sequence does not have."""
         return -(-len(self.tokens) // self._page_size) - len(self.pages)
 
-    def start(self, lease: Lease) -> None:
-        """Begins to run on the matched and the reserved pages of `lease`.
+    def start(self, lease: Lease, open_slot: int) -> None:
+        """Begins to run on the matched and the reserved pages of `lease`, with an empty open page in `open_slot`.
 
         At least the last token is computed, since its logits are wanted: when the cache has all tokens, it attends to
         the matched pages, and its K and V are not written again.
         """
         self._lease = lease
+        self.open_slot = open_slot
         self.refused_since_s = None
         self.pages = [*lease.matched_pages.tolist(), *lease.reserved_pages.tolist()]
         self.num_committed = len(lease.matched_pages) * self._page_size
@@ -87,10 +89,11 @@ class Sequence:
     def chunk(self, max_tokens: int) -> Chunk:
         """The next tokens to compute, at most `max_tokens`."""
         start = self.num_computed
-        return Chunk(self.tokens[start : start + max_tokens], start, self.pages, first_written=self.num_committed)
+        is_shared = start < self.num_committed
+        return Chunk(self.tokens[start : start + max_tokens], start, self.pages, self.open_slot, is_shared)
 
     def advance(self, chunk: Chunk) -> None:
-        """Notes that the K and V of `chunk` are in the pages."""
+        """Notes that the K and V of `chunk` are in the pages or the open page."""
         self.num_computed = chunk.end
         self._computed_tokens += max(0, min(chunk.end, len(self.request.prompt)) - chunk.start)
 
@@ -103,9 +106,9 @@ class Sequence:
             self.lease.commit(tokens, np.array(pages, dtype="<u4"), self.request.extra_keys)
             self.num_committed = full_tokens
 
-    def append_token(self, logits: torch.Tensor) -> FinishReason | None:
-        """Chooses the next token from `logits`; tells why the reply ends with it, if it does."""
-        token = self._sampler.next_token(logits)
+    def append_token(self, token: int) -> FinishReason | None:
+        """Takes the next token, which was chosen by its sampler; tells why the reply ends with it, if it does."""
+        self.sampler.advance()
         self.tokens.append(token)
         self._token_times_s.append(time.monotonic())
         if token in self.request.stop_tokens:

@@ -11,6 +11,7 @@ from paged_sequences import PagedSequences, paged_sequences
 
 from kvtier.errors import InvalidRequestError
 from kvtier.ops import AttentionResult, GlobalScales, OpenPages, decode_attention, merge_attention
+from kvtier.ops.reference.attention import open_page_attention
 from kvtier.pages.layout import PageFormat
 
 
@@ -105,6 +106,24 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
             query[row], sequences.view, sequences.page_table[row], sequences.lengths[row], sequences.scales, 64**-0.5
         )
         assert torch.equal(alone.out, together.out[row]) and torch.equal(alone.lse, together.lse[row])
+
+
+@pytest.mark.parametrize("logit_softcap", [None, 3.0])
+def test_open_pages_alone_are_merged_with_pages_alone(logit_softcap: float | None) -> None:
+    sequences = paged_sequences(PageFormat.FP8, [32, 0, 16, 0, 48])
+    query = _query(sequences, 3)
+    key, value = torch.randn(2, 5, 16, 2, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    lengths = [5, 7, 0, 0, 16]
+    for index, length in enumerate(lengths):
+        key[index, length:] = value[index, length:] = torch.nan
+    tail = OpenPages(key, value, torch.tensor(lengths, dtype=torch.int32))
+    pages = (sequences.view, sequences.page_table, sequences.lengths, sequences.scales, 64**-0.5, None, logit_softcap)
+    open_pages = open_page_attention(query, tail, 64**-0.5, logit_softcap)
+    merged = merge_attention(decode_attention(query, *pages), open_pages)
+    together = decode_attention(query, *pages, tail)
+    torch.testing.assert_close(merged.out, together.out, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(merged.lse, together.lse, rtol=2e-6, atol=2e-6)
+    assert not open_pages.out[2:4].any() and (open_pages.lse[2:4] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("page_format", list(PageFormat))

@@ -10,9 +10,11 @@ from kvtier.ops.dispatch import (
     DecodeCase,
     Implementation,
     Platform,
+    PrefillCase,
     choose_append,
     choose_decode,
     choose_gather,
+    choose_prefill,
     platform_of,
 )
 from kvtier.pages.layout import PageFormat
@@ -20,6 +22,7 @@ from kvtier.pages.layout import PageFormat
 CPU = Platform(None, False, False)
 HOPPER = Platform((9, 0), True, True)
 BF16 = torch.bfloat16
+PREFILL = PrefillCase(128, BF16, has_window=False, has_softcap=False)
 NVFP4 = DecodeCase(PageFormat.NVFP4, 128, 8, BF16, False)
 
 
@@ -57,7 +60,7 @@ def test_a_gpu_that_cannot_run_kernels_gets_the_reference(platform: Platform, re
         (NVFP4._replace(head_dim=80), "head dimensions 64, 128, 256"),
         (NVFP4._replace(group=17), "up to 16 query heads a KV head"),
         (NVFP4._replace(query_dtype=torch.float32), "BF16 and FP16 queries"),
-        (NVFP4._replace(page_format=PageFormat.FP8, has_tail=True), "pages alone"),
+        (NVFP4._replace(page_format=PageFormat.FP8, has_tail=True, has_window=True), "window does not end behind"),
         (NVFP4._replace(page_format=PageFormat.BF16, head_dim=80), "no kernel for this head dimension"),
     ],
 )
@@ -81,6 +84,26 @@ def test_other_formats_decode_through_flashinfer_where_it_is(page_format: PageFo
     assert choose_decode(HOPPER, case).implementation is Implementation.FLASHINFER
     without = choose_decode(HOPPER._replace(has_flashinfer=False), case)
     assert without.implementation is Implementation.REFERENCE and "FlashInfer is missing" in without.reason
+
+
+@pytest.mark.parametrize(
+    ("platform", "case", "implementation", "reason"),
+    [
+        (CPU, PREFILL, Implementation.REFERENCE, "no NVIDIA GPU"),
+        (Platform((7, 5), True, True), PREFILL, Implementation.REFERENCE, "compute capability 8.0"),
+        (HOPPER, PREFILL, Implementation.TORCH, "without window and soft-cap"),
+        (HOPPER._replace(has_flashinfer=False), PREFILL._replace(head_dim=96), Implementation.TORCH, "causal"),
+        (HOPPER, PREFILL._replace(query_dtype=torch.float32), Implementation.REFERENCE, "BF16 and FP16"),
+        (HOPPER, PREFILL._replace(head_dim=512), Implementation.REFERENCE, "heads up to 256"),
+        (HOPPER, PREFILL._replace(has_window=True), Implementation.FLASHINFER, "no window"),
+        (HOPPER, PREFILL._replace(has_softcap=True), Implementation.FLASHINFER, "no soft-cap"),
+        (HOPPER, PREFILL._replace(has_window=True, head_dim=96), Implementation.REFERENCE, "64, 128, 256"),
+        (Platform((9, 0), True, False), PREFILL._replace(has_softcap=True), Implementation.REFERENCE, "is missing"),
+    ],
+)
+def test_who_prefills(platform: Platform, case: PrefillCase, implementation: Implementation, reason: str) -> None:
+    choice = choose_prefill(platform, case)
+    assert choice.implementation is implementation and reason in choice.reason
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES_A_BLOCK.values(), ids=SHARED_BYTES_A_BLOCK)

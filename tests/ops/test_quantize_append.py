@@ -70,7 +70,15 @@ def test_no_tokens_change_nothing() -> None:
     assert not pool.any()
 
 
-@pytest.mark.parametrize("slots", [[-1, 3], [3, 32]])
+def test_a_token_with_slot_minus_one_is_left_out() -> None:
+    (pool, view), (expected, expected_view) = _small_view(), _small_view()
+    tokens = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0))
+    quantize_append(view, tokens, tokens, torch.tensor([20, -1, 3]), GlobalScales())
+    quantize_append(expected_view, tokens[::2], tokens[::2], torch.tensor([20, 3]), GlobalScales())
+    assert expected.any() and torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("slots", [[-2, 3], [3, 32]])
 def test_slots_outside_the_pool_are_refused(slots: list[int]) -> None:
     pool, view = _small_view()
     tokens = torch.ones(2, 2, 16)

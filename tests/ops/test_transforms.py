@@ -40,8 +40,7 @@ def test_logits_stay_what_they_are(kind: str) -> None:
         arrays = {"balance": (torch.rand(layers, heads, head_dim, generator=generator) + 0.5).numpy()}
     else:
         matrices = torch.randn(layers, heads, head_dim, head_dim, generator=generator) + 6 * torch.eye(head_dim)
-        inverse = matrices.double().inverse().mT.float().contiguous()
-        arrays = {"key_matrices": matrices.numpy(), "query_matrices": inverse.numpy()}
+        arrays = {"key_matrices": matrices.half().numpy()}
     recipe = Recipe(RecipeName(kind), **arrays)
     key = torch.randn(9, heads, head_dim, generator=generator)
     query = torch.randn(9, heads * 4, head_dim, generator=generator)

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_recipes import random_recipe
 from tiny_models import plain_logits, random_tokens, tiny_model
 from transformers import LlamaForCausalLM
 
 from kvtier.errors import InvalidRequestError
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import SEARCH, Origin, Recipe, RecipeName
 from kvtier.worker.identity import weights_digest
 from kvtier.worker.model import load_model
-from kvtier.worker.options import PrefillAttends
+from kvtier.worker.options import OpenPage, PrefillAttends
+
+CALIBRATED = [name for name in RecipeName if name.is_calibrated]
 
 
 @pytest.fixture
@@ -55,6 +59,9 @@ def test_everything_that_changes_stored_values_changes_the_fingerprint(directory
         fp32.identity(PageFormat.FP8),
         fp32.identity(PageFormat.NVFP4, page_size=32),
         fp32.identity(PageFormat.NVFP4, prefill_attends=PrefillAttends.QUANTIZED),
+        *(fp32.identity(PageFormat.NVFP4, open_page=open_page) for open_page in (OpenPage.FP8, OpenPage.OFF)),
+        fp32.identity(PageFormat.NVFP4, recipe=SEARCH),
+        *(fp32.identity(PageFormat.NVFP4, recipe=random_recipe(name, fp32)) for name in CALIBRATED),
         bf16.identity(PageFormat.NVFP4),
         load_model(directory, revision="another").identity(PageFormat.NVFP4),
         tiny_model("qwen3").identity(PageFormat.NVFP4),
@@ -62,6 +69,21 @@ def test_everything_that_changes_stored_values_changes_the_fingerprint(directory
     assert len({identity.fingerprint for identity in identities}) == len(identities)
     assert load_model(directory).identity(PageFormat.NVFP4).fingerprint == identities[0].fingerprint
     assert identities[0].rope == '{"rope_theta":10000.0,"rope_type":"default"}'
+
+
+def test_the_recipe_of_another_model_is_refused(directory: Path) -> None:
+    model = load_model(directory)
+    for name in CALIBRATED:
+        with pytest.raises(InvalidRequestError, match="tiny has layers, KV heads and head dimension"):
+            model.identity(PageFormat.NVFP4, recipe=random_recipe(name, tiny_model("gemma3")))
+    balance = random_recipe(RecipeName.BALANCED, model).balance
+    own, other = (
+        Recipe(RecipeName.BALANCED, balance=balance, origin=Origin("tiny", revision))
+        for revision in (model.revision, "another")
+    )
+    assert own.digest in model.identity(PageFormat.NVFP4, recipe=own).recipe
+    with pytest.raises(InvalidRequestError, match="run `kvtier calibrate` for this model"):
+        model.identity(PageFormat.NVFP4, recipe=other)
 
 
 def test_a_place_without_a_model_is_refused(tmp_path: Path) -> None:

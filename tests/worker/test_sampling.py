@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from kvtier.errors import InvalidRequestError
-from kvtier.worker.sampling import Sampler, Sampling
+from kvtier.worker.sampling import Sampler, Sampling, choose_tokens
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 
 def draws(sampling: Sampling, count: int) -> list[int]:
     sampler = Sampler(sampling)
-    return [sampler.next_token(LOGITS) for _ in range(count)]
+    tokens = []
+    for _ in range(count):
+        tokens += choose_tokens(LOGITS[None], LOGITS[None].argmax(-1), [0], [sampler])
+        sampler.advance()
+    return tokens
 
 
 def test_temperature_zero_is_greedy() -> None:

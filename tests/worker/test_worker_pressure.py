@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from random_recipes import random_recipe
 from scratch_pool import assert_same_reply
 from serving import Valkey
 from tiny_models import PAGE_SIZE, VOCAB_SIZE, random_tokens, tiny_model
@@ -16,8 +17,9 @@ from kvtier.client import Client, TokensByTier, connect
 from kvtier.errors import CacheFullError, DaemonUnavailableError, InvalidRequestError
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import RecipeName
 from kvtier.tiers.embedded import stop_embedded_redis
-from kvtier.worker import FinishReason, PrefillAttends, Reply, Request, Worker, WorkerOptions, connect_worker
+from kvtier.worker import FinishReason, OpenPage, PrefillAttends, Reply, Request, Worker, WorkerOptions, connect_worker
 
 FORMAT = PageFormat.NVFP4
 IDENTITY = tiny_model("llama").identity(FORMAT, PAGE_SIZE, PrefillAttends.QUANTIZED)
@@ -55,16 +57,22 @@ def held_pages(address: str) -> int:
     return held
 
 
+@pytest.mark.parametrize("name", [RecipeName.PLAIN, RecipeName.BALANCED, RecipeName.FULL])
 def test_requests_wait_for_pages_and_older_ones_take_them(
-    worker: Worker, small_daemon: DaemonProcess, start_worker: StartWorker
+    name: RecipeName, small_daemon: DaemonProcess, start_worker: StartWorker
 ) -> None:
     """Six sequences that grow to ten pages each, where 24 are: the younger give way and come back."""
+    recipe = random_recipe(name, tiny_model("llama"))
+    worker, roomy = (
+        start_worker("llama", FORMAT, PrefillAttends.QUANTIZED, recipe=recipe, **place)
+        for place in ({"address": small_daemon.address}, {})
+    )
     requests = [Request("crowd", random_tokens(60 + seed, seed), 90) for seed in range(6)]
     replies = worker.run(requests)
     for request, reply in zip(requests, replies, strict=True):
         assert reply.finish_reason is FinishReason.LENGTH
-        same = reference(start_worker, request)
-        assert_same_reply(tiny_model("llama"), FORMAT, request.prompt, reply.tokens, same.tokens)
+        same = roomy.generate(request)
+        assert_same_reply(tiny_model("llama"), FORMAT, request.prompt, reply.tokens, same.tokens, OpenPage.BF16, recipe)
     assert replies[0].statistics.restarts == 0
     assert sum(reply.statistics.restarts for reply in replies) > 0
     assert held_pages(small_daemon.address) == 0
@@ -135,16 +143,24 @@ def test_nothing_computed_is_lost_between_the_tiers(directory: Path, start_worke
     assert min(found) > 0, f"a tier took no part: {found}"
 
 
-@pytest.mark.parametrize("page_format", PageFormat)
+@pytest.mark.parametrize(
+    ("page_format", "name"),
+    [
+        *((page_format, RecipeName.PLAIN) for page_format in PageFormat),
+        (PageFormat.NVFP4, RecipeName.BALANCED),
+        (PageFormat.NVFP4, RecipeName.FULL),
+    ],
+)
 def test_the_same_reply_from_device_host_and_redis(
-    page_format: PageFormat, directory: Path, start_worker: StartWorker
+    page_format: PageFormat, name: RecipeName, directory: Path, start_worker: StartWorker
 ) -> None:
     """Exactly the same tokens, with fresh prefill: the bytes of a page do not depend on where it was."""
     page_bytes = tiny_model("qwen3").identity(page_format, PAGE_SIZE).layout.page_bytes
     pools = {"device_bytes": 16 * page_bytes, "host_bytes": 16 * page_bytes, "redis": "embedded"}
     request = Request("tenant", random_tokens(11 * PAGE_SIZE + 5), 24)
     with daemon_process(directory, **pools) as daemon:
-        worker = start_worker("qwen3", page_format, address=daemon.address, recompute_when_cheaper=False)
+        recipe = random_recipe(name, tiny_model("qwen3"))
+        worker = start_worker("qwen3", page_format, address=daemon.address, recipe=recipe, recompute_when_cheaper=False)
 
         def push_out(tenant: str, num_requests: int) -> None:
             for seed in range(num_requests):

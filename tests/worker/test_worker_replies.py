@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from random_recipes import random_recipe
 from scratch_pool import BF16_BOUND, assert_greedy, assert_same_reply
 from tiny_models import ARCHITECTURES, PAGE_SIZE, random_tokens, tiny_model
 from transformers import PreTrainedModel
 from worker_fixtures import StartWorker
 
 from kvtier.pages.layout import PageFormat
-from kvtier.worker import FinishReason, PrefillAttends, Request, Sampling
+from kvtier.pages.recipe import Recipe, RecipeName
+from kvtier.worker import FinishReason, OpenPage, PrefillAttends, Request, Sampling
 from kvtier.worker.attention import ATTENTION_NAME
 
 QUANTIZED = PrefillAttends.QUANTIZED
+PLAIN, SEARCH, BALANCED, FULL = RecipeName
 
 
 def generate_plainly(module: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -43,13 +47,28 @@ def test_bf16_replies_are_those_of_transformers(start_worker: StartWorker, archi
     assert list(worker.generate(Request("plain", prompt, 12)).tokens) == generate_plainly(model.module, prompt, 12)
 
 
-@pytest.mark.parametrize("page_format", PageFormat)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "page_format", "name", "open_page"),
+    [
+        *(
+            (architecture, page_format, PLAIN, OpenPage.BF16)
+            for architecture in ARCHITECTURES
+            for page_format in PageFormat
+        ),
+        ("llama", PageFormat.NVFP4, PLAIN, OpenPage.OFF),
+        ("qwen3", PageFormat.NVFP4, SEARCH, OpenPage.FP8),
+        ("qwen3", PageFormat.NVFP4, BALANCED, OpenPage.BF16),
+        ("llama", PageFormat.FP8, BALANCED, OpenPage.FP8),
+        ("gemma3", PageFormat.NVFP4, FULL, OpenPage.BF16),
+        ("qwen3", PageFormat.BF16, FULL, OpenPage.OFF),
+    ],
+)
 def test_cold_and_cached_prompts_get_the_same_reply(
-    start_worker: StartWorker, architecture: str, page_format: PageFormat
+    start_worker: StartWorker, architecture: str, page_format: PageFormat, name: RecipeName, open_page: OpenPage
 ) -> None:
-    """With prefill on quantised values, at page multiples and between them."""
-    worker = start_worker(architecture, page_format, QUANTIZED)
+    """Where a prefill sees what decodes see, at page multiples and between them."""
+    recipe = random_recipe(name, tiny_model(architecture))
+    worker = start_worker(architecture, page_format, QUANTIZED, recipe=recipe, open_page=open_page)
     for num_tokens in (15, 16, 17, 64, 75):
         request = Request("cached", random_tokens(num_tokens, seed=num_tokens), 24)
         cold, cached = worker.generate(request), worker.generate(request)
@@ -57,7 +76,8 @@ def test_cold_and_cached_prompts_get_the_same_reply(
         whole_pages = num_tokens // PAGE_SIZE * PAGE_SIZE
         assert cached.statistics.found == (whole_pages, 0, 0)
         assert cached.statistics.computed_tokens == max(1, num_tokens - whole_pages)
-        assert_same_reply(tiny_model(architecture), page_format, request.prompt, cold.tokens, cached.tokens)
+        replies = cold.tokens, cached.tokens
+        assert_same_reply(tiny_model(architecture), page_format, request.prompt, *replies, open_page, recipe)
 
 
 @pytest.mark.parametrize("page_format", PageFormat)
@@ -150,6 +170,54 @@ def test_pages_are_shared_up_to_where_extra_keys_differ(start_worker: StartWorke
     assert found("extras", (PAGE_SIZE + 3, b"image")) == 4 * PAGE_SIZE
     assert found("extras", (0, b"adapter")) == 0
     assert found("another") == 0
+
+
+def test_pages_of_one_recipe_are_not_read_under_another(start_worker: StartWorker) -> None:
+    """Workers on one daemon, of one model and tenant, that differ in the recipe or the open page alone."""
+    model, request = tiny_model("llama"), Request("recipes", random_tokens(70), 4)
+    recipes = [random_recipe(name, model) for name in RecipeName]
+    scaled = Recipe(PLAIN, global_scales=np.full((model.geometry.num_layers, 2), 2, dtype=np.float32))
+    workers = [start_worker("llama", PageFormat.NVFP4, recipe=recipe) for recipe in (*recipes, scaled)]
+    workers += [start_worker("llama", PageFormat.NVFP4, open_page=kept) for kept in (OpenPage.FP8, OpenPage.OFF)]
+    assert [worker.generate(request).statistics.found.total for worker in workers] == [0] * len(workers)
+    assert [worker.generate(request).statistics.found.total for worker in workers] == [64] * len(workers)
+
+
+def test_sequences_that_end_leave_room_for_open_pages(start_worker: StartWorker) -> None:
+    """Finished or cancelled, running or waiting: the room for two open pages serves any number of requests."""
+    worker = start_worker("llama", PageFormat.NVFP4, QUANTIZED, max_sequences=2)
+    request = Request("room", random_tokens(20), 3)
+    expected = worker.generate(request).tokens
+    for _ in range(4):
+        cancelled = [worker.submit(Request("room", random_tokens(30 + seed, seed), 9)) for seed in range(3)]
+        worker.step()
+        assert [len(sequence.generated) for sequence in cancelled] == [1, 1, 0]
+        for sequence in cancelled:
+            worker.cancel(sequence)
+        replies = worker.run([request] * 3)
+        assert [reply.tokens for reply in replies] == [expected] * 3
+
+
+def test_an_interrupted_pass_is_not_continued(start_worker: StartWorker) -> None:
+    """What it left of the open page and the pages is computed anew, and the reply is what it would have been."""
+    model = tiny_model("llama")
+    worker = start_worker("llama", PageFormat.NVFP4, QUANTIZED, step_tokens=41)
+    expected = worker.generate(Request("whole", random_tokens(100), 20)).tokens
+    sequence = worker.submit(Request("interrupted", random_tokens(100), 20))
+    worker.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.module.model.layers[-1].register_forward_pre_hook(interrupt):
+        worker.step()
+    while sequence.reply is None:
+        worker.step()
+    assert sequence.reply.statistics.restarts == 1
+    assert_same_reply(model, PageFormat.NVFP4, sequence.request.prompt, sequence.reply.tokens, expected)
+    cached = worker.generate(sequence.request)
+    assert cached.statistics.found.device == 6 * PAGE_SIZE
+    assert_same_reply(model, PageFormat.NVFP4, sequence.request.prompt, cached.tokens, expected)
 
 
 def test_sampling_follows_its_seed(start_worker: StartWorker) -> None:

@@ -13,6 +13,7 @@ from tiny_models import PAGE_SIZE, tiny_model
 
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker import PrefillAttends, Worker, WorkerOptions, connect_worker
 
 StartWorker = Callable[..., Worker]
@@ -43,12 +44,13 @@ def start_worker(daemon: DaemonProcess) -> Iterator[StartWorker]:
             attends: PrefillAttends = PrefillAttends.FRESH,
             address: str = daemon.address,
             timeout_s: float = 10.0,
-            **options: float,
+            recipe: Recipe = PLAIN,
+            **options: object,
         ) -> Worker:
             worker_options = WorkerOptions(prefill_attends=attends, **{"max_sequences": 8, **options})
             model = tiny_model(architecture)
             return stack.enter_context(
-                connect_worker(address, model, page_format, PAGE_SIZE, worker_options, timeout_s)
+                connect_worker(address, model, page_format, PAGE_SIZE, worker_options, timeout_s, recipe)
             )
 
         yield start

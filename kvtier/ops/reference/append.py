@@ -9,6 +9,8 @@ from kvtier.ops.reference.codec import GlobalScales, encode, page_format_of
 from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView
 
+LEFT_OUT = -1  # the slot of a token that is not written: batches of a fixed size hold such tokens
+
 
 def quantize_append(
     view: LayerView,
@@ -23,13 +25,17 @@ def quantize_append(
     Args:
         view: one layer of the pool, of any page format.
         key, value: `(N, Hkv, D)`, floating point.
-        slots: `(N,)` int64, `page_number * page_size + offset in the page`, all different.
+        slots: `(N,)` int64, `page_number * page_size + offset in the page`, all different; -1 for a token that is left
+            out.
         scales: global scales of this layer.
         block_scales: how the scales of NVFP4 blocks are chosen.
 
     Raises `InvalidRequestError` when shapes disagree or a slot lies outside the pool; nothing is written then.
     """
     page_format = page_format_of(view)
+    if len(key) == len(value) == len(slots):
+        is_written = slots != LEFT_OUT
+        key, value, slots = key[is_written], value[is_written], slots[is_written]
     k = encode(key, page_format, scales.k, block_scales)
     v = encode(value, page_format, scales.v, block_scales)
     num_pages, num_heads, page_size, row_length = view.k_data.shape

@@ -90,6 +90,21 @@ def merge_attention(first: AttentionResult, second: AttentionResult) -> Attentio
     return AttentionResult(out.to(first.out.dtype), lse)
 
 
+def open_page_attention(
+    query: torch.Tensor, tail: OpenPages, softmax_scale: float, logit_softcap: float | None = None
+) -> AttentionResult:
+    """The part of `decode_attention` over open pages alone, without a window; it reads nothing back from a GPU."""
+    keys, values = (tokens.float().transpose(1, 2) for tokens in (tail.key, tail.value))
+    grouped = torch.unflatten(query, 1, (keys.shape[1], -1))
+    is_open = torch.arange(keys.shape[2], device=query.device) < tail.lengths.unsqueeze(1)
+    logits = _logits(grouped, keys, softmax_scale, logit_softcap).masked_fill(~is_open[:, None, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    # NOTE: not softmax, which gives NaN where there is no key; rows past a length may hold anything.
+    weights = (logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    out = weights @ values.masked_fill(~is_open[:, None, :, None], 0)
+    return AttentionResult(out.flatten(1, 2).to(query.dtype), lse.flatten(1, 2))
+
+
 def prefill_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,9 +123,7 @@ def prefill_attention(
     Raises `InvalidRequestError` when heads do not divide or S exceeds T.
     """
     num_queries, num_keys = len(query), len(key)
-    check_heads_and_window(query.shape[1], key.shape[1], sliding_window)
-    if num_queries > num_keys:
-        raise InvalidRequestError(f"{num_queries} queries are more than the {num_keys} tokens that have keys")
+    check_prefill(query, key, sliding_window)
     queries, keys, values = (tensor.to(query.dtype).transpose(0, 1) for tensor in (query, key, value))
     out = torch.empty_like(query)
     for start in range(0, num_queries, QUERY_CHUNK):
@@ -133,6 +146,13 @@ def check_heads_and_window(num_query_heads: int, num_kv_heads: int, sliding_wind
         raise InvalidRequestError(f"{num_query_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     if sliding_window is not None and sliding_window <= 0:
         raise InvalidRequestError(f"sliding_window is {sliding_window}; it must be positive, or None for no window")
+
+
+def check_prefill(query: torch.Tensor, key: torch.Tensor, sliding_window: int | None) -> None:
+    """Raises `InvalidRequestError` when heads do not divide, a window is empty, or there are more queries than keys."""
+    check_heads_and_window(query.shape[1], key.shape[1], sliding_window)
+    if len(query) > len(key):
+        raise InvalidRequestError(f"{len(query)} queries are more than the {len(key)} tokens that have keys")
 
 
 def _followed_by(tokens: Workspace, tail: OpenPages, index: int, rows: slice) -> Workspace:
