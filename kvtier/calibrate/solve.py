@@ -61,9 +61,8 @@ def solve_recipe(
     ]
     if name is RecipeName.BALANCED:
         return Recipe(name, balance=_fp32([balance_of(*layer) for layer in layers]), origin=origin)
-    matrices = [matrices_of(keys, queries) for keys, queries, _ in layers]
-    key, query = _fp32([layer.key for layer in matrices]), _fp32([layer.query for layer in matrices])
-    return Recipe(name, key_matrices=key, query_matrices=query, origin=origin)
+    matrices = torch.stack([matrices_of(keys, queries).key for keys, queries, _ in layers])
+    return Recipe(name, key_matrices=matrices.to(torch.float16).numpy(), origin=origin)
 
 
 def mix(moments: torch.Tensor, rotation: Rotation, num_positions: int, recorded_share: float) -> torch.Tensor:
@@ -96,16 +95,18 @@ def balance_of(keys: torch.Tensor, queries: torch.Tensor, rotation: Rotation) ->
 
 
 def matrices_of(keys: torch.Tensor, queries: torch.Tensor) -> Matrices:
-    """M = A^-1 U S^(1/2) H / sqrt(D) and its inverse, transposed, with A = Sk^(1/2) and A Sq A = U S^2 U^T.
+    """M = c A^-1 U S^(1/2) H / sqrt(D) and its inverse, transposed, with A = Sk^(1/2) and A Sq A = U S^2 U^T.
 
-    `keys` and `queries` are Sk and Sq, `(Hkv, D, D)` fp64. M makes both moments S, and H, a Hadamard matrix, spreads
-    that evenly over all channels.
+    `keys` and `queries` are Sk and Sq, `(Hkv, D, D)` fp64. M makes both moments proportional to S, and H, a Hadamard
+    matrix, spreads that evenly over all channels. A factor changes no logit: c lets keys keep their energy.
     """
     root, inverse_root = _roots(keys)
     squares, vectors = torch.linalg.eigh(root @ queries @ root)
     scales = squares.pow(0.25).unsqueeze(-2)
     spread = hadamard(keys.shape[-1]) / keys.shape[-1] ** 0.5
-    return Matrices(inverse_root @ (vectors * scales) @ spread, root @ (vectors / scales) @ spread)
+    energies = keys.diagonal(dim1=-2, dim2=-1).sum(-1) / squares.sqrt().sum(-1)
+    factor = energies.sqrt()[:, None, None]
+    return Matrices(inverse_root @ (vectors * scales) @ spread * factor, root @ (vectors / scales) @ spread / factor)
 
 
 def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from safetensors.numpy import save
 from kvtier.errors import InvalidRequestError
 
 FILE_FORMAT = "kvtier recipe 1"
+_MAX_CONDITION = 1e5  # beyond, products of a matrix and its inverse lose what fp32 has to lose
 
 
 class BlockScales(StrEnum):
@@ -75,32 +77,31 @@ class Origin:
 class Recipe:
     """One recipe.
 
-    Attributes, with layers L, KV heads Hkv and head dimension D, all fp32 arrays:
-        balance: `(L, Hkv, D)`, positive; K is divided by it and Q multiplied. `balanced` alone.
-        key_matrices, query_matrices: `(L, Hkv, D, D)`, applied from the right; one is the other's inverse, transposed.
-            `full` alone.
-        global_scales: `(L, 2)`, those of K and V; None is 1.0 everywhere.
+    Attributes, with layers L, KV heads Hkv and head dimension D:
+        balance: `(L, Hkv, D)` fp32, positive; K is divided by it and Q multiplied. `balanced` alone.
+        key_matrices: `(L, Hkv, D, D)` fp16; K is multiplied by it from the left. `full` alone.
+        global_scales: `(L, 2)` fp32, those of K and V; None is 1.0 everywhere.
 
-    Raises `InvalidRequestError` when arrays do not belong to the name or to each other, or are not finite.
+    Raises `InvalidRequestError` when arrays do not belong to the name, are not finite, or have no inverse.
     """
 
     name: RecipeName
     balance: np.ndarray | None = None
     key_matrices: np.ndarray | None = None
-    query_matrices: np.ndarray | None = None
     global_scales: np.ndarray | None = None
     origin: Origin = Origin()
 
     def __post_init__(self) -> None:
-        wanted = {RecipeName.BALANCED: {"balance"}, RecipeName.FULL: {"key_matrices", "query_matrices"}}
+        wanted = {RecipeName.BALANCED: {"balance"}, RecipeName.FULL: {"key_matrices"}}
         given = self.arrays.keys() - {"global_scales"}
         if given != wanted.get(self.name, set()):
             raise InvalidRequestError(f"a recipe {self.name} cannot have exactly these arrays: {sorted(given)}")
         for name, array in self.arrays.items():
-            if array.dtype != np.float32 or not np.isfinite(array).all():
-                raise InvalidRequestError(f"{name} of the recipe must be fp32 and finite")
-        if self.key_matrices is not None and self.query_matrices is not None:
-            _check_matrices(self.key_matrices, self.query_matrices)
+            dtype = np.float16 if name == "key_matrices" else np.float32
+            if array.dtype != dtype or not np.isfinite(array).all():
+                raise InvalidRequestError(f"{name} of the recipe must be {np.dtype(dtype).name} and finite")
+        if self.key_matrices is not None:
+            _check_matrices(self.key_matrices)
         if self.balance is not None and not (self.balance.ndim == 3 and (self.balance > 0).all()):
             raise InvalidRequestError("balance of the recipe must be (layers, KV heads, head_dim) and positive")
         if self.global_scales is not None and not (
@@ -114,10 +115,17 @@ class Recipe:
         arrays = {
             "balance": self.balance,
             "key_matrices": self.key_matrices,
-            "query_matrices": self.query_matrices,
             "global_scales": self.global_scales,
         }
         return {name: array for name, array in arrays.items() if array is not None}
+
+    @cached_property
+    def query_matrices(self) -> np.ndarray | None:
+        """What Q is multiplied by, `(L, Hkv, D, D)` fp32: the inverses of `key_matrices`, transposed."""
+        if self.key_matrices is None:
+            return None
+        inverse = np.linalg.inv(self.key_matrices.astype(np.float64))
+        return np.swapaxes(inverse, -1, -2).astype(np.float32)
 
     @property
     def block_scales(self) -> BlockScales:
@@ -131,7 +139,7 @@ class Recipe:
         digest = hashlib.blake2b(digest_size=16, person=b"kvtier recipe")
         for name, array in sorted(self.arrays.items()):
             digest.update(f"{name}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array, dtype="<f4").tobytes())
+            digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
         return f"{self.name}-{digest.hexdigest()}"
 
     def check_fits(self, model: str, revision: str, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
@@ -205,12 +213,11 @@ def find_recipe(name: str, revision: str) -> Recipe:
             return Recipe.load(Path(name))
 
 
-def _check_matrices(key: np.ndarray, query: np.ndarray) -> None:
-    if not (key.ndim == 4 and key.shape == query.shape and key.shape[2] == key.shape[3]):
+def _check_matrices(matrices: np.ndarray) -> None:
+    if not (matrices.ndim == 4 and matrices.shape[2] == matrices.shape[3]):
         raise InvalidRequestError(
-            f"key_matrices {key.shape} and query_matrices {query.shape} of the recipe must both be (layers, KV heads, "
-            "head_dim, head_dim)"
+            f"key_matrices of the recipe are {matrices.shape}; they must be (layers, KV heads, head_dim, head_dim)"
         )
-    product = key.astype(np.float64) @ np.swapaxes(query.astype(np.float64), -1, -2)
-    if np.abs(product - np.eye(key.shape[3])).max() > 1e-2:
-        raise InvalidRequestError("the matrices of the recipe for keys and queries are not each other's inverse")
+    worst = np.linalg.cond(matrices.astype(np.float64)).max()
+    if worst > _MAX_CONDITION:
+        raise InvalidRequestError(f"key_matrices of the recipe have condition numbers up to {worst:.1e}: no inverse")
