@@ -51,7 +51,9 @@ class Gpu:
         self._device = check(driver.cuDeviceGet(ordinal), "cuDeviceGet")
         name: bytes = check(driver.cuDeviceGetName(256, self._device), "cuDeviceGetName")
         self.name = name.split(b"\0")[0].decode()
-        identifier: bytes = check(driver.cuDeviceGetUuid(self._device), "cuDeviceGetUuid").bytes
+        # The older of two functions gives all slices of a GPU the GPU's own; bindings since 13.0 have the newer alone.
+        get_uuid = driver.cuDeviceGetUuid if driver.CUDA_VERSION >= 13000 else driver.cuDeviceGetUuid_v2
+        identifier: bytes = check(get_uuid(self._device), "cuDeviceGetUuid").bytes
         self.uuid = f"GPU-{uuid.UUID(bytes=identifier)}"
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -32,6 +33,7 @@ class PoolMapping:
         self.num_pages = handle.num_pages
         self.page_bytes = handle.page_bytes
         self._memory: PoolMemory | None = _map(handle)
+        self._forgets: list[Callable[[], None]] = []
 
     @property
     def memory(self) -> PoolMemory:
@@ -43,9 +45,17 @@ class PoolMapping:
             raise SessionLostError("the session that mapped this pool has ended; take the pool of the next one")
         return self._memory
 
+    def when_let_go(self, forget: Callable[[], None]) -> None:
+        """Has `forget` called, in the thread that lets go, for who keeps `memory`; at once where that has happened."""
+        self._forgets.append(forget)
+        if self._memory is None:
+            forget()
+
     def let_go(self) -> None:
         """Forgets the memory; who took `memory` before keeps it."""
         self._memory = None
+        for forget in self._forgets:
+            forget()
 
 
 def _map(handle: PoolHandle) -> PoolMemory:

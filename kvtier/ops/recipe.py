@@ -37,5 +37,7 @@ def _transform_of(recipe: Recipe, layer: int, dtype: torch.dtype, device: torch.
         return Balance.of(torch.from_numpy(recipe.balance[layer]).to(device))
     if recipe.key_matrices is not None and recipe.query_matrices is not None:
         key, query = recipe.key_matrices[layer], recipe.query_matrices[layer]
-        return Matrices(*(torch.from_numpy(matrices).to(device, dtype) for matrices in (key, query)))
+        # NOTE: not bfloat16, whose rounding would leave the two far from each other's inverse.
+        matrix_dtype = torch.float32 if dtype is torch.float32 else torch.float16
+        return Matrices(*(torch.from_numpy(matrices).to(device, matrix_dtype) for matrices in (key, query)))
     return None

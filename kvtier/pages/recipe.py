@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -30,6 +31,8 @@ from safetensors.numpy import save
 
 from kvtier.errors import InvalidRequestError
 
+_log = logging.getLogger(__name__)
+
 FILE_FORMAT = "kvtier recipe 1"
 _MAX_CONDITION = 1e5  # beyond, products of a matrix and its inverse lose what fp32 has to lose
 
@@ -39,6 +42,11 @@ class BlockScales(StrEnum):
 
     LARGEST = "largest"  # the largest magnitude becomes 6, as FlashInfer's writer does
     SEARCH = "search"  # the one of least squared error, of five around it
+
+    @property
+    def rule(self) -> str:
+        """Part of the fingerprint. NOTE: whoever changes what the search finds changes its number."""
+        return "search 1" if self is BlockScales.SEARCH else "largest"
 
 
 class RecipeName(StrEnum):
@@ -179,10 +187,11 @@ class Recipe:
             if header.get("format") != FILE_FORMAT:
                 raise InvalidRequestError(f"{path} is not a recipe of this release; run `kvtier calibrate`")
             recipe = Recipe(RecipeName(header["name"]), **arrays, origin=Origin(**header["origin"]))
+            digest = header["digest"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"cannot read a recipe from {path}: {error}") from error
-        if recipe.digest != header["digest"]:
-            raise InvalidRequestError(f"the recipe in {path} is damaged: its digest is not {header['digest']}")
+        if recipe.digest != digest:
+            raise InvalidRequestError(f"the recipe in {path} is damaged: its digest is not {digest}")
         return recipe
 
 
@@ -208,7 +217,10 @@ def find_recipe(name: str, revision: str) -> Recipe:
         case "search":
             return SEARCH
         case "shipped":
-            return shipped_recipe(revision) or SEARCH
+            recipe = shipped_recipe(revision)
+            if recipe is None:
+                _log.warning("kvtier has no recipe for weights %s: using `search`; see `kvtier calibrate`", revision)
+            return recipe or SEARCH
         case _:
             return Recipe.load(Path(name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from cuda.bindings import driver
@@ -72,10 +73,14 @@ class CudaDevicePool:
                 yield batch, pinned
 
     def close(self) -> None:
-        if self._pinning:
-            self._pinning.close()
-        self._down.close()
-        self._up.close()
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            stack.callback(self._free)
+            stack.callback(self._up.close)
+            stack.callback(self._down.close)
+            if self._pinning:
+                stack.callback(self._pinning.close)
+
+    def _free(self) -> None:
         with self._gpu.current():
             check(driver.cuMemFree(self.memory.address), "cuMemFree")
 

@@ -41,6 +41,8 @@ class Worker:
         layout: of the identity.
         options: limits.
         recipe: how values become codes.
+
+    Raises `InvalidRequestError` when the session's pool is not where the model is.
     """
 
     def __init__(
@@ -58,13 +60,13 @@ class Worker:
         self._recipe = recipe
         self._open_pages = OpenPageStore(layout, options.open_page, options.max_sequences, model.device)
         self._admission = Admission(session, options.promotion_wait_s)
-        self._pool: PoolMapping | None = None
-        self._runner: StepRunner | None = None
+        self._on_pool: tuple[PoolMapping, StepRunner] | None = None
         self._rate = PrefillRate()
         self._num_submitted = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._retry_at_s = 0.0
+        self._step_runner()  # says at once when the pool is not where the model is
 
     def submit(self, request: Request) -> Sequence:
         """Queues a request; the sequence has a `reply` once it is finished.
@@ -119,9 +121,13 @@ class Worker:
             output = runner.run([plan.chunk for plan in planned])
             tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
         except BaseException:
-            # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need.
-            for plan in planned:
-                self._requeue(plan.sequence)
+            # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need. And these
+            # pages are another's at once when they are given back, so what was launched on them has to end first.
+            try:
+                self._model.wait()
+            finally:
+                for plan in planned:
+                    self._requeue(plan.sequence)
             raise
         # NOTE: the tokens are here, so a GPU has computed the whole pass: pages that are committed now are complete.
         prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
@@ -193,9 +199,7 @@ class Worker:
         """Runs something that needs the lease of `sequence`; False when it failed and the sequence runs no longer."""
         try:
             action()
-        except LEASE_GONE as error:
-            if isinstance(error, SessionLostError):
-                self._runner = self._pool = None  # views of a lost pool would keep its memory
+        except LEASE_GONE:
             self._requeue(sequence)
         except CacheFullError:
             self._requeue(self._running[-1])  # the youngest gives its pages to the older ones
@@ -229,22 +233,28 @@ class Worker:
 
         Raises `InvalidRequestError` when it is not where the model is.
         """
-        pool = self._session.pool
-        if self._runner is None or pool is not self._pool:
-            try:
-                memory = pool.memory
-            except SessionLostError:
-                return None
-            pages = PagedKv.of(memory, self._layout, self._recipe, self._model.dtype)
-            if pages.device != self._model.device:
-                raise InvalidRequestError(
-                    f"the daemon's pool is on {pages.device} and the model on {self._model.device}; load the model on "
-                    f"{pages.device}, or give the daemon a pool there"
-                )
-            attends, uses_graphs = self._options.prefill_attends, self._options.cuda_graphs
-            self._runner = StepRunner(self._model, pages, self._open_pages, attends, uses_graphs)
-            self._pool = pool
-        return self._runner
+        pool, on_pool = self._session.pool, self._on_pool
+        if on_pool and on_pool[0] is pool:
+            return on_pool[1]
+        try:
+            memory = pool.memory
+        except SessionLostError:
+            return None
+        pages = PagedKv.of(memory, self._layout, self._recipe, self._model.dtype)
+        if pages.device != self._model.device:
+            raise InvalidRequestError(
+                f"the daemon's pool is on {pages.device} and the model on {self._model.device}; load the model on "
+                f"{pages.device}, or give the daemon a pool there"
+            )
+        attends, uses_graphs = self._options.prefill_attends, self._options.cuda_graphs
+        runner = StepRunner(self._model, pages, self._open_pages, attends, uses_graphs)
+        self._on_pool = pool, runner
+        pool.when_let_go(self._forget_pool)
+        return runner
+
+    def _forget_pool(self) -> None:
+        """Called by the session's thread: views of a lost pool would keep its memory, even while nothing runs."""
+        self._on_pool = None
 
     def _check(self, request: Request) -> None:
         num_tokens = len(request.prompt) + request.max_new_tokens
@@ -258,9 +268,9 @@ class Worker:
                 f"prompt and reply need up to {num_pages} pages and the device pool has {pool_pages}; "
                 "give the daemon a larger pool or ask for fewer tokens"
             )
-        largest = max(request.prompt)
-        if not 0 <= min(request.prompt) <= largest < self._model.vocab_size:
-            raise InvalidRequestError(f"token {largest} is not in the vocabulary of {self._model.vocab_size} tokens")
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < self._model.vocab_size:
+                raise InvalidRequestError(f"token {token} is not in the vocabulary of {self._model.vocab_size} tokens")
 
 
 def _by_arrival(sequence: Sequence) -> int:

@@ -42,6 +42,11 @@ class WorkerModel:
         """Where the weights are; the pool must be there too."""
         return self.module.device
 
+    def wait(self) -> None:
+        """Returns when nothing runs any more that was launched on its device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def forward(self, batch: ModelBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Computes a batch and writes its pages and open pages.
 
@@ -82,7 +87,14 @@ class WorkerModel:
             vocab_size=self.vocab_size,
             layout=layout,
             rope=rope_text(self.module.config.get_text_config().to_dict()),
-            recipe=f"{recipe.digest}; open page {open_page}; prefill attends to {prefill_attends}",
+            recipe="; ".join(
+                (
+                    recipe.digest,
+                    f"scales by {recipe.block_scales.rule}",
+                    f"open page {open_page}",
+                    f"prefill attends to {prefill_attends}",
+                )
+            ),
         )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvtier.errors import KernelError
 from kvtier.ops import FixedDecode
 from kvtier.worker.batch import PackedBatch, PagedKv
 from kvtier.worker.chunk import Chunk
@@ -109,11 +110,24 @@ class DecodeGraph:
         return output
 
     def _capture(self) -> None:
-        """NOTE: the step that ran before has compiled and allocated all that must not be while a graph is captured."""
+        """Raises `KernelError` when the model does what cannot be captured.
+
+        NOTE: the step that ran before has compiled and allocated all that must not be while a graph is captured.
+        """
         graph = torch.cuda.CUDAGraph()
-        # What other threads do with the GPU, such as freeing memory, is not part of it.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            captured = _output(self._model.forward(self._batch), [])
+        # NOTE: both on the model's GPU, which need not be torch's current one: torch captures there only what is there.
+        with torch.cuda.device(self._model.device):
+            outside = torch.cuda.current_stream()
+            try:
+                # What other threads do with the GPU, such as freeing memory, is not part of it.
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    captured = _output(self._model.forward(self._batch), [])
+            except RuntimeError as error:
+                torch.cuda.set_stream(outside)  # a capture that fails leaves its own
+                raise KernelError(
+                    f"no CUDA graph can be captured of a decode step of {self._model.name}: {error}; if the model "
+                    "waits for the GPU within its forward pass, set WorkerOptions.cuda_graphs to False"
+                ) from error
         self._graph, self._captured = graph, captured
 
 

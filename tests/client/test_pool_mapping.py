@@ -43,13 +43,18 @@ async def test_a_session_that_ended_lets_go_of_the_pool_and_the_worker_keeps_wha
     async with running(small_config(directory)):
         async with await attach(directory, IDENTITY) as session:
             first = session.pool
+            told: list[str] = []
+            first.when_let_go(lambda: told.append("when it is let go"))
             lease = await session.acquire("tenant", b"", reserve_pages=1)
             taken = first.memory
             assert taken.shape == (64, PAGE_BYTES)
             memory = weakref.ref(taken)
             stream = await session.stream()
             stream.end()  # as when the connection breaks
+            assert told == []
             await eventually(lambda: session.pool is not first)
+            first.when_let_go(lambda: told.append("at once"))
+            assert told == ["when it is let go", "at once"]
             with pytest.raises(SessionLostError, match="take the pool of the next one"):
                 _ = first.memory
             assert (first.num_pages, first.page_bytes) == (64, PAGE_BYTES)

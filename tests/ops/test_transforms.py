@@ -32,6 +32,12 @@ def test_balance_is_factors_and_a_hadamard_matrix(head_dim: int) -> None:
     np.testing.assert_allclose(ops.transform_queries(query, transform).numpy(), expected_query, atol=1e-5)
 
 
+@pytest.mark.parametrize("transform", [Balance.of(torch.ones(2, 16)), Matrices(*torch.ones(2, 2, 16, 16))])
+def test_no_tokens_are_no_tokens(transform: Balance | Matrices) -> None:
+    assert ops.transform_keys(torch.empty(0, 2, 16), transform).shape == (0, 2, 16)
+    assert ops.transform_queries(torch.empty(0, 6, 16), transform).shape == (0, 6, 16)
+
+
 @pytest.mark.parametrize("kind", ["balanced", "full"])
 def test_logits_stay_what_they_are(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -49,7 +49,7 @@ def test_block_scales_are_searched_by_all_but_plain() -> None:
     assert rules == [BlockScales.LARGEST] + [BlockScales.SEARCH] * 3
 
 
-@pytest.mark.parametrize("change", ["byte", "truncated", "other file", "missing"])
+@pytest.mark.parametrize("change", ["byte", "truncated", "no digest", "other file", "missing"])
 def test_a_damaged_file_is_refused(change: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     _balanced().save(path)
@@ -59,6 +59,8 @@ def test_a_damaged_file_is_refused(change: str, tmp_path: Path) -> None:
             content[-3] ^= 0x10
         case "truncated":
             content = content[:-100]
+        case "no digest":
+            content = content.replace(b"digest", b"tsegid")
         case "other file":
             content = bytearray(b"# a text\n" * 100)
     path.write_bytes(content)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from random_recipes import random_recipe
 from scratch_pool import assert_same_reply
 from serving import Valkey
@@ -19,7 +23,18 @@ from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import RecipeName
 from kvtier.tiers.embedded import stop_embedded_redis
-from kvtier.worker import FinishReason, OpenPage, PrefillAttends, Reply, Request, Worker, WorkerOptions, connect_worker
+from kvtier.worker import (
+    FinishReason,
+    OpenPage,
+    PrefillAttends,
+    Reply,
+    Request,
+    Worker,
+    WorkerModel,
+    WorkerOptions,
+    connect_worker,
+)
+from kvtier.worker.attention import ModelBatch
 
 FORMAT = PageFormat.NVFP4
 IDENTITY = tiny_model("llama").identity(FORMAT, PAGE_SIZE, PrefillAttends.QUANTIZED)
@@ -85,6 +100,8 @@ def test_a_request_that_can_never_fit_is_refused_at_once(worker: Worker) -> None
         worker.submit(Request("large", random_tokens(300), 213))
     with pytest.raises(InvalidRequestError, match=f"token {VOCAB_SIZE} is not in the vocabulary"):
         worker.submit(Request("large", [1, VOCAB_SIZE], 1))
+    with pytest.raises(InvalidRequestError, match="token -3 is not in the vocabulary"):
+        worker.submit(Request("large", [1, -3], 1))
     with pytest.raises(InvalidRequestError, match="the prompt is empty"):
         Request("large", [], 1)
 
@@ -116,6 +133,40 @@ def test_cancelled_requests_give_their_pages_back(worker: Worker, small_daemon: 
         assert sequence.reply is not None
         assert sequence.reply.finish_reason is FinishReason.CANCELLED
     assert len(running.generated) == 1
+
+
+@dataclass(frozen=True)
+class FailingModel(WorkerModel):
+    """A model whose passes raise the errors in `failures` first, after they have written to pages."""
+
+    failures: list[Exception] = field(default_factory=list)
+
+    def forward(self, batch: ModelBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().forward(batch, rows)
+        if self.failures:
+            raise self.failures.pop()
+        return logits
+
+
+def test_a_pass_that_fails_gives_its_pages_back_and_its_requests_begin_anew(
+    small_daemon: DaemonProcess, start_worker: StartWorker
+) -> None:
+    model = FailingModel(**vars(tiny_model("llama")))
+    options = WorkerOptions(prefill_attends=PrefillAttends.QUANTIZED)
+    request = Request("failing", random_tokens(40), 20)
+    with connect_worker(small_daemon.address, model, FORMAT, PAGE_SIZE, options) as worker:
+        sequence = worker.submit(request)
+        for _ in range(5):
+            worker.step()
+        model.failures.append(MemoryError("no memory for the workspace"))
+        with pytest.raises(MemoryError, match="no memory for the workspace"):
+            worker.step()
+        assert held_pages(small_daemon.address) == 0
+        while sequence.reply is None:
+            worker.step()
+    assert (sequence.reply.finish_reason, sequence.reply.statistics.restarts) == (FinishReason.LENGTH, 1)
+    same = reference(start_worker, request)
+    assert_same_reply(tiny_model("llama"), FORMAT, request.prompt, sequence.reply.tokens, same.tokens)
 
 
 def test_nothing_computed_is_lost_between_the_tiers(directory: Path, start_worker: StartWorker) -> None:
@@ -233,6 +284,22 @@ def test_a_daemon_that_is_killed_and_starts_again(
     finally:
         daemon.stop()
         stop_embedded_redis(directory / "data")
+
+
+def test_a_worker_without_work_keeps_no_memory_of_a_dead_daemon(
+    directory: Path, settings: dict[str, object], start_worker: StartWorker
+) -> None:
+    """Else the next daemon might find too little for its own pool, for as long as nobody asks this worker anything."""
+    with daemon_process(directory, **settings) as daemon:
+        worker = start_worker("llama", FORMAT, PrefillAttends.QUANTIZED, daemon.address)
+        worker.generate(Request("idle", random_tokens(30), 3))
+        memory = weakref.ref(worker._session.pool.memory)
+        assert memory() is not None
+        daemon.kill()
+        deadline = time.monotonic() + 30.0
+        while memory() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert memory() is None
 
 
 def test_a_request_fails_when_no_daemon_comes_back(

@@ -22,6 +22,7 @@ from kvtier.ops.reference.gather import Workspace
 from kvtier.pages.views import LayerView
 
 _THREADS = 256
+_MAX_PAGES = 65_535  # of a grid, in the dimensions that pages and sequences have
 _BLOCK_BYTES = 4 * _THREADS * ACCESS_BYTES  # of output
 
 
@@ -48,6 +49,11 @@ def gather_dequantize(
     check_indices(num_sequences, page_table=page_table, lengths=lengths, starts=starts)
     if num_sequences == 0 or max_pages == 0:
         return
+    if max_pages > _MAX_PAGES or 2 * num_sequences > _MAX_PAGES:
+        raise InvalidRequestError(
+            f"the page table is {num_sequences} x {max_pages}; a call gathers up to {_MAX_PAGES // 2} sequences of "
+            f"{_MAX_PAGES} pages each"
+        )
     macros = gather_macros(pool.page_format, key.dtype, pool.head_dim, pool.page_size, scales)
     arguments = (
         *region_addresses(view),

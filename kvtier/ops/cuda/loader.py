@@ -73,7 +73,9 @@ class LoadedKernel:
         """
         stream = _stream(self.device_index, torch.cuda.current_stream(self.device_index).cuda_stream)
         config = _launch_config(grid, block, self.shared_bytes, overlaps and self.can_overlap)
-        cuda_launch(stream, config, self.handle, *arguments)
+        # NOTE: torch's default stream has the same handle on every GPU; the driver takes it for the current one's.
+        with torch.cuda.device(self.device_index):
+            cuda_launch(stream, config, self.handle, *arguments)
 
 
 class KernelLoader:

@@ -28,7 +28,7 @@ class Balance(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """A matrix a KV head, `(Hkv, D, D)` each, in the dtype of K and Q; rows of K and Q are multiplied from the left."""
+    """A matrix a KV head, `(Hkv, D, D)` each, fp16 or fp32; rows of K and Q are multiplied from the left."""
 
     key: torch.Tensor
     query: torch.Tensor
@@ -52,14 +52,18 @@ def balanced(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     rows = values.float() * repeated
     width = 1
     while width < head_dim:
-        first, second = rows.view(num_tokens, num_heads, -1, 2, width).unbind(3)
+        first, second = rows.view(num_tokens, num_heads, head_dim // (2 * width), 2, width).unbind(3)
         rows = torch.stack((first + second, first - second), dim=3).view(num_tokens, num_heads, head_dim)
         width *= 2
     return rows.to(values.dtype)
 
 
 def multiplied(values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """`values` `(N, H, D)` times the matrix of their KV head, of `matrices` `(Hkv, D, D)` in the same dtype."""
+    """`values` `(N, H, D)` times the matrix of their KV head, of `matrices` `(Hkv, D, D)`; the dtype of `values`.
+
+    The product has the dtype of the matrices. In fp16, values have to be below 65,504: queries and keys are.
+    """
     num_tokens, num_heads, head_dim = values.shape
-    grouped = values.reshape(num_tokens, len(matrices), -1, head_dim)
-    return torch.einsum("nkgd,kde->nkge", grouped, matrices).reshape(values.shape)
+    grouped = values.reshape(num_tokens, len(matrices), num_heads // len(matrices), head_dim)
+    product = torch.einsum("nkgd,kde->nkge", grouped.to(matrices.dtype), matrices)
+    return product.reshape(values.shape).to(values.dtype)
