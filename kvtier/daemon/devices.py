@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvtier.errors import ConfigurationError, GpuError, InvalidRequestError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from kvtier.cuda_driver import Gpu
 
 _log = logging.getLogger(__name__)
+
+_GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 class PoolMemory(Protocol):
@@ -78,7 +81,8 @@ def choose_memory(device: str) -> PoolMemory:
         return GpuMemory(_find_gpu(device))
     except (GpuError, ImportError) as error:
         if device == "auto":
-            _log.info("device pools lie in shared memory: %s", error)
+            level = logging.WARNING if _GPU_DEVICE.exists() else logging.INFO  # a GPU is there, and of no use
+            _log.log(level, "device pools lie in shared memory: %s", error)
             return HostMemory()
         raise ConfigurationError(
             f"device is {device!r}, but this process cannot use a GPU: {error}; install the NVIDIA driver and "
