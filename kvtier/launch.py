@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -78,3 +79,10 @@ def daemon_process(directory: Path, **settings: object) -> Iterator[DaemonProces
         if daemon.process.poll() is None:
             daemon.stop()
         stop_embedded_redis(directory / "data")
+
+
+def free_metrics_address() -> str:
+    """An address on this machine for a daemon's metrics, free at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

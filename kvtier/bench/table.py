@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from kvtier.bench.decode import Row
-from kvtier.errors import InvalidRequestError
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
@@ -29,12 +27,6 @@ def _cell(name: str, value: Any) -> str:
     if name == "rel_l2":
         return f"{value:.1e}"
     return f"{value:.1f}" if name == "gbps" else str(value)
-
-
-def require_matplotlib() -> None:
-    """Raises `InvalidRequestError` when plots cannot be drawn, before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise InvalidRequestError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot_decode(rows: Sequence[Row], path: Path) -> None:

@@ -36,7 +36,7 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     """
     if not paths:
         return [files("kvtier.calibrate").joinpath("texts", "calibration.txt").read_text("utf-8")]
-    return [_read(path) for path in paths]
+    return [read_text(path) for path in paths]
 
 
 def tokenize_texts(
@@ -59,7 +59,8 @@ def tokenize_texts(
     return Texts(tuple(window for window in windows if window), digest.hexdigest())
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A UTF-8 file; raises `InvalidRequestError` when it cannot be read or is blank."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.common import AsJson, Plot, parse_all, print_figures, print_rows, require_torch
+from kvtier.cli.common import AsJson, Plot, parse_all, print_figures, print_rows, require_matplotlib, require_torch
 
 app = typer.Typer(help="Measure kvtier on this machine.", no_args_is_help=True)
 
@@ -60,7 +60,7 @@ def bench_decode(
     require_torch()
     from kvtier.bench.decode import run
     from kvtier.bench.decode_cases import Geometry, Load
-    from kvtier.bench.table import plot_decode, require_matplotlib
+    from kvtier.bench.table import plot_decode
 
     if plot:
         require_matplotlib()

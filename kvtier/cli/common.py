@@ -36,6 +36,12 @@ def require_torch() -> None:
         raise ConfigurationError("this command computes with torch, which is missing: pip install 'kvtier[ops]'")
 
 
+def require_matplotlib() -> None:
+    """Raises `ConfigurationError` when plots cannot be drawn, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError("--plot needs matplotlib: pip install matplotlib")
+
+
 def parse_all(parse: Callable[[str], Any], text: str) -> list[Any]:
     return [parse(part) for part in text.split(",")]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvtier.cli.common import AsJson, Plot, require_torch
+from kvtier.cli.common import AsJson, Plot, require_matplotlib, require_torch
 from kvtier.pages.layout import PageFormat
 
 
@@ -60,7 +60,6 @@ def evaluate_model(
 ) -> None:
     """Compare what a model says with its cache in each format, with each recipe, with the model as it is."""
     require_torch()
-    from kvtier.bench.table import require_matplotlib
     from kvtier.evaluate import EvaluationOptions, evaluate
     from kvtier.evaluate.report import plot_scores, tables
 
@@ -115,7 +114,7 @@ def replay_trace(
     from kvtier.replay import Memory, Rates, ReplayOptions, Workload, replay
     from kvtier.replay.geometry import Geometry
     from kvtier.replay.options import parse_bytes, parse_list
-    from kvtier.replay.report import plot_rows, require_matplotlib, table_of, title_of
+    from kvtier.replay.report import plot_rows, table_of, title_of
 
     if plot:
         require_matplotlib()

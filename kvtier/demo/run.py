@@ -13,8 +13,8 @@ from rich.live import Live
 
 from kvtier.demo.conversation import Turn, hold_conversations, longest_conversation
 from kvtier.demo.report import as_json, faults, totals, totals_lines, turns_table
-from kvtier.demo.transfers import free_metrics_address, transferred_bytes
-from kvtier.launch import daemon_process
+from kvtier.demo.transfers import transferred_bytes
+from kvtier.launch import daemon_process, free_metrics_address
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import find_recipe
 from kvtier.worker import WorkerModel, WorkerOptions, connect_worker, load_model, load_tokenizer

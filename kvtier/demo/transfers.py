@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT_S = 5.0
-
-
-def free_metrics_address() -> str:
-    """An address on this machine for the daemon's metrics, free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def transferred_bytes(metrics_address: str) -> dict[str, int]:

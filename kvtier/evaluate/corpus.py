@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.calibrate.texts import read_text
 from kvtier.errors import InvalidRequestError
 
 
@@ -16,7 +17,7 @@ def load_corpus(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, num_t
 
     Raises `InvalidRequestError` for a file that cannot be read, and for a text that is too short.
     """
-    texts = {str(path): _read(path) for path in paths}
+    texts = {str(path): read_text(path) for path in paths}
     if not texts:
         texts["the text that comes with kvtier"] = (
             files("kvtier.evaluate").joinpath("texts/evaluation.txt").read_text("utf-8")
@@ -31,10 +32,3 @@ def load_corpus(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, num_t
             )
         corpus.append(tokens)
     return corpus
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"cannot read the text {path}: {error}") from error

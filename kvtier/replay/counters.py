@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.request
 from collections import Counter
 
@@ -12,13 +11,6 @@ from kvtier.errors import DaemonUnavailableError
 
 _TIMEOUT_S = 10.0
 _KINDS = {"kvtier_transfer_bytes": "route", "kvtier_evictions": "tier"}
-
-
-def free_metrics_address() -> str:
-    """An address on this machine for a daemon's metrics, free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def read_counters(metrics_address: str) -> Counter[str]:

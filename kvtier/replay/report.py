@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.table import Table
 
-from kvtier.errors import InvalidRequestError
 from kvtier.replay.options import ReplayOptions
 from kvtier.replay.rows import Row
 
@@ -89,12 +87,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _or_dash(value: int | None, unit: float = 1.0) -> str:
     return "-" if value is None else f"{value / unit:,.0f}"
-
-
-def require_matplotlib() -> None:
-    """Raises `InvalidRequestError` when plots cannot be drawn, before anything is replayed."""
-    if find_spec("matplotlib") is None:
-        raise InvalidRequestError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:

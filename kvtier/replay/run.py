@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvtier.client import AsyncSession, Client
 from kvtier.errors import InvalidRequestError
-from kvtier.launch import daemon_process
+from kvtier.launch import daemon_process, free_metrics_address
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat
-from kvtier.replay.counters import free_metrics_address, read_counters
+from kvtier.replay.counters import read_counters
 from kvtier.replay.geometry import SHRUNK
 from kvtier.replay.options import RedisChoice, ReplayOptions
 from kvtier.replay.readers import open_trace

@@ -150,7 +150,7 @@ def test_tables_say_the_same(model_directory: Path, text_file: Path) -> None:
         (["--contexts", "0,100"], "behind 0 and 100 tokens of context overlap"),
         (["--contexts", str(MAX_TOKENS)], f"tiny-llama takes {MAX_TOKENS:,}"),
         (["--contexts", "2000", "--needle-tokens", "64"], "ships.txt has 1,056 tokens and 3,025 are needed"),
-        (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt"),
+        (["--text", "/nowhere.txt"], "cannot read a text from /nowhere.txt"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -18,9 +18,9 @@ from serving import directory
 
 from kvtier.client import Client, connect
 from kvtier.cuda_driver import gpus
-from kvtier.demo.transfers import free_metrics_address, transferred_bytes
+from kvtier.demo.transfers import transferred_bytes
 from kvtier.errors import ConfigurationError
-from kvtier.launch import DaemonProcess, daemon_process
+from kvtier.launch import DaemonProcess, daemon_process, free_metrics_address
 from kvtier.results import TokensByTier
 
 __all__ = ["directory"]

@@ -15,7 +15,7 @@ from serving import Valkey, directory
 from typer.testing import CliRunner
 
 from kvtier.cli import app, main
-from kvtier.errors import InvalidRequestError
+from kvtier.errors import ConfigurationError
 from kvtier.launch import daemon_process
 from kvtier.pages.layout import PageFormat
 from kvtier.replay import Memory, ReplayOptions, Workload, replay
@@ -158,6 +158,6 @@ def test_a_daemon_without_metrics_leaves_them_out_of_the_table(trace: Path, dire
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.replay.report.find_spec", lambda _: None)
+    monkeypatch.setattr("kvtier.cli.common.find_spec", lambda _: None)
     outcome = CliRunner().invoke(app, ["replay", str(trace), "--plot", "p.svg"])
-    assert isinstance(outcome.exception, InvalidRequestError)
+    assert isinstance(outcome.exception, ConfigurationError)
