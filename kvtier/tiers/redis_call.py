@@ -2,6 +2,9 @@
 
 A caller must not get its memory back while a thread can still touch it, and must not wait for a thread that hangs where
 it touches nothing (a name server, a handshake). So a call can be given up, and says whether that took effect at once.
+
+Giving up shuts the connection down and leaves closing it to the call's thread: were it closed under that thread, the
+next socket to be opened could get its number, and the thread would wait on that one.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from socket import SHUT_RDWR, socket
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,7 +24,9 @@ class DeadlinePassedError(Exception):
 
 
 class Call:
-    """One call, while a thread carries it out. Whatever touches its page happens inside `with call:`.
+    """One call, while a thread carries it out.
+
+    Whatever touches its page happens inside `with call:`, or `with call.using(sock):` when it waits for a server.
 
     Args:
         timeout_s: seconds until the deadline.
@@ -39,6 +46,7 @@ class Call:
         self._lock = threading.Lock()
         self._given_up = False
         self._touching = False
+        self._socket: socket | None = None  # what `give_up` shuts down
 
     def remaining_s(self) -> float:
         """Seconds left, more than none; raises `DeadlinePassedError`."""
@@ -54,12 +62,27 @@ class Call:
             self._touching = True
 
     def __exit__(self, *exception: object) -> None:
-        self._touching = False
+        with self._lock:
+            self._touching = False
+            self._socket = None
+
+    def using(self, sock: socket) -> Call:
+        """For `with`: inside, `give_up` shuts `sock` down."""
+        self._socket = sock
+        return self
+
+    def let_go(self) -> None:
+        """For whoever is about to close the socket inside `with`."""
+        with self._lock:
+            self._socket = None
 
     def give_up(self) -> bool:
-        """Ends the call early. False: a thread may be touching the page; it stops by the deadline."""
+        """Ends the call early. False: a thread may still be touching the page; it is about to stop."""
         with self._lock:
             self._given_up = True
+            if self._touching and self._socket is not None:
+                with suppress(OSError):  # the server was first
+                    socket.shutdown(self._socket, SHUT_RDWR)  # over TLS too: the thread is inside of its TLS object
             return not (self._has_page and self._touching)
 
     def on_this_thread(self, function: Callable[[Call], T]) -> T:
@@ -70,11 +93,11 @@ class Call:
         try:
             return function(self)
         finally:
-            del _current.call
+            _current.call = None
 
 
 class _Current(threading.local):
-    call: Call
+    call: Call | None = None
 
 
 _current = _Current()
@@ -82,4 +105,11 @@ _current = _Current()
 
 def current_call() -> Call:
     """The call that this thread carries out."""
+    assert _current.call is not None, "this thread carries out no call"
     return _current.call
+
+
+def let_go_of_socket() -> None:
+    """Before a socket is closed, in whatever thread."""
+    if _current.call is not None:
+        _current.call.let_go()

@@ -120,12 +120,12 @@ class RedisCaller:
         self._is_closed = True
         for call in self._under_way:
             call.give_up()
-        client, self._client = self._client, None
-        if client is not None:
-            disconnect(client)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._idle.wait()
+        client, self._client = self._client, None
+        if client is not None:
+            disconnect(client)
         self._pages.workers.close()
         self._control.workers.close()
 

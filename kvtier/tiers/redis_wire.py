@@ -22,7 +22,7 @@ from redis.exceptions import InvalidResponse, RedisError, ResponseError
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 from kvtier.pages.envelope import MAX_HEADER_BYTES
-from kvtier.tiers.redis_call import DeadlinePassedError, current_call
+from kvtier.tiers.redis_call import DeadlinePassedError, current_call, let_go_of_socket
 
 _READ_BYTES = 1 << 16
 _PACK_CUTOFF_BYTES = 6000  # redis-py's own: longer arguments are sent without joining them to others
@@ -186,7 +186,7 @@ class PageParser(BaseParser):
         return count
 
     def _connected_socket(self) -> socket:
-        if self._socket is None:  # another thread has closed the pool
+        if self._socket is None:
             raise RedisConnectionError("the connection is closed")
         return self._socket
 
@@ -213,14 +213,20 @@ class _PageConnection(AbstractConnection):
         }
         super().__init__(**settings)
 
+    def connect(self) -> None:
+        current_call().remaining_s()  # a call that was given up opens no connection
+        super().connect()
+
+    def disconnect(self, *args: Any, **options: Any) -> None:
+        let_go_of_socket()
+        super().disconnect(*args, **options)
+
     def send_packed_command(self, command: Iterable[bytes | memoryview], check_health: bool = True) -> None:
-        if not self.is_connected:
-            self.connect()  # outside of `with call`, since it may take long
+        self.connect()  # outside of `with call`, since it may take long
         call, sock = current_call(), self._get_socket()
-        if sock is None:
-            raise RedisConnectionError("the connection is closed")
+        assert sock is not None
         try:
-            with call:
+            with call.using(sock):
                 for piece in command:
                     unsent = memoryview(piece)
                     while unsent:  # not sendall, which over TLS gives every record the whole time anew
@@ -237,8 +243,11 @@ class _PageConnection(AbstractConnection):
             raise RedisConnectionError(f"sending to {self._host_error()} failed: {error}") from None
 
     def read_response(self, *args: Any, **options: Any) -> Any:
+        sock = self._get_socket()
+        if sock is None:
+            raise RedisConnectionError("the connection is closed")
         try:
-            with current_call():
+            with current_call().using(sock):
                 return super().read_response(*args, **options)
         except ResponseError:
             raise  # a whole reply was read: the connection is in step

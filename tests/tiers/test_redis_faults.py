@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 import traceback
 from contextlib import suppress
@@ -119,6 +120,24 @@ async def test_fault_6_close_ends_while_calls_are_under_way(valkey, open_tier):
         await tier.ping()
     await tier.close()
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-redis")])
+
+
+async def test_fault_6_close_ends_at_whatever_moment_it_comes(valkey, open_tier):
+    """Threads that connect, send, are about to wait or wait: none may wait on a socket that is no longer its own."""
+    rng = random.Random(6)
+    small, large = page(0), page(1, LARGE)
+    for _ in range(150):
+        tier = open_tier(valkey.url, timeout_s=30.0, num_connections=2)
+        await tier.put(NAMESPACE, *small)
+        valkey.pause()
+        calls = [tier.get(NAMESPACE, small[0], memory()), tier.put(NAMESPACE, *large), tier.ping()]
+        tasks = [asyncio.create_task(call) for call in rng.sample(calls, len(calls))]
+        await asyncio.sleep(rng.random() * 0.01)
+        async with asyncio.timeout(20):
+            await tier.close()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, RedisUnavailableError) for outcome in outcomes)
+        valkey.resume()
 
 
 SECRET = "tr0ub4dor&3"
