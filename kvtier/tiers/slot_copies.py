@@ -55,7 +55,7 @@ def _cut(runs: Pieces, boundary_bytes: int) -> Pieces:
 
 def batches_of(pieces: Pieces, batch_bytes: int) -> Iterator[Pieces]:
     """The pieces in order, in batches of about `batch_bytes`: less than that and one piece more."""
-    batch = (np.cumsum(pieces.num_bytes) - 1) // batch_bytes
+    batch = (np.cumsum(pieces.num_bytes) - pieces.num_bytes) // batch_bytes
     edges = np.flatnonzero(np.diff(batch, prepend=-1, append=-1))
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         yield pieces.select(slice(start, stop))
