@@ -81,12 +81,12 @@ class Config(BaseSettings):
 
     device: str = Field(
         "auto",
-        description="Where the device pool lies: cuda (the first GPU), cuda:1, the UUID of a GPU, shared-memory, or "
-        "auto: the first GPU if there is one.",
+        description="Where device pools may lie: cuda (the GPUs that workers run on), cuda:1, the UUID of a GPU, "
+        "shared-memory, or auto: cuda if there is a GPU.",
     )
     device_bytes: BytesOrShare = Field(
         ByteSize(1 << 30),
-        description="Memory of the device pool: 8GiB, or 80% of what is free when the first worker attaches.",
+        description="Memory of the device pools on a GPU: 8GiB, or 80% of what is free when the first worker attaches.",
     )
     host_bytes: Bytes = Field(ByteSize(4 << 30), description="Memory of the host pool.")
     max_caches: int = Field(

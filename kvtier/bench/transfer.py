@@ -20,7 +20,7 @@ from kvtier.errors import ConfigurationError
 from kvtier.index.pool import SlotArray, slot_array
 from kvtier.metrics import Metrics
 from kvtier.tiers.host import HostPool
-from kvtier.tiers.mover import Mover
+from kvtier.tiers.mover import Mover, RankPools
 
 if TYPE_CHECKING:
     from kvtier.cuda_driver import Gpu
@@ -70,7 +70,7 @@ def open_pools(gpu: Gpu, num_pages: int, page_bytes: int) -> Iterator[Pools]:
             device.pin(host)
             while device.pinned_bytes < flat.size:
                 time.sleep(0.01)
-            mover = Mover(device, host, None, Metrics())
+            mover = Mover([RankPools(b"", 0, device, host)], None, Metrics())
             yield Pools(mover, slot_array(random.permutation(num_pages)), slot_array(random.permutation(num_pages)))
             mover.close()
         finally:

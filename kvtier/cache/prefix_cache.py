@@ -6,6 +6,7 @@ All methods run on the daemon's event loop. They check their arguments before th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -24,8 +25,7 @@ from kvtier.metrics import Metrics
 from kvtier.pages.chain import TOKEN_BYTES, Extras, chain_keys, check_namespace, check_tokens, root_key
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.results import CommitResult, TokensByTier
-from kvtier.tiers.base import DevicePool, Tier
-from kvtier.tiers.host import HostPool
+from kvtier.tiers.base import Tier
 from kvtier.tiers.mover import Mover
 
 _log = logging.getLogger(__name__)
@@ -70,12 +70,11 @@ class Wait(NamedTuple):
 
 
 class PrefixCache:
-    """Pages of one fingerprint on this host.
+    """Pages of one model on this host: one tree, and the pools of every tensor-parallel rank.
 
     Args:
-        identity: what the pages are.
-        device, host: pools of `identity.layout.page_bytes` a page; the cache closes them.
-        mover: copies between them and to Redis.
+        identity: of rank 0.
+        mover: has the pools, and copies between them and to Redis; the cache closes it and them.
         write_policy, after_hits: when pages are written below the device.
         metrics: the daemon's.
     """
@@ -83,23 +82,21 @@ class PrefixCache:
     def __init__(
         self,
         identity: CacheIdentity,
-        device: DevicePool,
-        host: HostPool,
         mover: Mover,
         write_policy: WritePolicy,
         after_hits: int,
         metrics: Metrics,
     ) -> None:
         self.identity = identity
-        self.device = device
+        self.ranks = mover.ranks
+        device, host = self.ranks[0].device, self.ranks[0].host
         self.index = PageIndex(identity.layout.page_size, device.num_pages, host.num_pages, LruPolicy())
         self.tokens_asked = 0
         self.tokens_found = TokensByTier()
-        self._host = host
         self._mover = mover
         self._metrics = metrics
         self._page_size = identity.layout.page_size
-        self._reclaimer = Reclaimer(identity, self.index, mover, metrics)
+        self._reclaimer = Reclaimer(self.index, mover, metrics)
         self._promoter = Promoter(identity, self.index, mover, self._reclaimer)
         self.writer = Writer(write_policy, after_hits, self.index, self._reclaimer, metrics, mover.has_redis)
         self._promotions: dict[asyncio.Task[None], str] = {}
@@ -334,6 +331,8 @@ class PrefixCache:
 
     def _give_memory_back(self) -> None:
         """Takes a while for pools of many gigabytes: not on the event loop."""
-        self._mover.close()
-        self.device.close()
-        self._host.close()
+        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+            for rank in self.ranks:
+                stack.callback(rank.host.close)
+                stack.callback(rank.device.close)
+            stack.callback(self._mover.close)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.cache.reclaimer import Reclaimer, page_names
+from kvtier.cache.reclaimer import Reclaimer
 from kvtier.errors import CacheFullError, GpuError
 from kvtier.index import Cursor, Lease, Match, PageIndex
 from kvtier.pages.chain import Extras, chain_keys, next_key
@@ -87,8 +87,8 @@ class Promoter:
         known = self._index.tree.match(wanted.start, wanted.tokens, wanted.extras)
         promotion.num_known = known.num_pages
         if self._mover.has_redis and known.num_pages * self._index.tree.stride < len(wanted.tokens):
-            names = page_names(self._identity, await self._keys_behind(wanted, known))
-            promotion.num_known += await self._mover.count_stored(wanted.namespace, names)
+            keys = await self._keys_behind(wanted, known)
+            promotion.num_known += await self._mover.count_stored(wanted.namespace, keys)
 
     async def promote(self, promotion: Promotion, guard: Lease) -> None:
         """Promotes what is worth it; `guard` holds the device part of the prefix, and what comes to it."""
@@ -163,7 +163,7 @@ class Promoter:
             return 0
         host_slots = await self._reclaimer.allocate_host(min(num_pages, self._batch(Route.REDIS_TO_HOST)))
         keys = (await self._keys_behind(wanted, known))[: host_slots.size]
-        arrived = await self._mover.fetch(wanted.namespace, page_names(self._identity, keys), host_slots)
+        arrived = await self._mover.fetch(wanted.namespace, keys, host_slots)
         whole = arrived.size if arrived.all() else int(np.argmin(arrived))
         index = self._index
         unused = host_slots[whole:]

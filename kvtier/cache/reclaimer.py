@@ -16,17 +16,10 @@ from kvtier.index import NO_SLOT, PageIndex, PageRun
 from kvtier.index.pool import NO_SLOTS, SlotArray
 from kvtier.index.radix import BoolArray, Cursor
 from kvtier.metrics import Metrics
-from kvtier.pages.envelope import PageName
-from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.tiers.base import Tier
 from kvtier.tiers.mover import Mover
 
 _HOST_BATCH = 16  # pages evicted from host memory at once: their writes to Redis overlap
-
-
-def page_names(identity: CacheIdentity, keys: list[bytes]) -> list[PageName]:
-    """What pages with these chain keys are called in storage."""
-    return [PageName(identity.fingerprint, key, identity.rank) for key in keys]
 
 
 class Reclaimer:
@@ -35,8 +28,7 @@ class Reclaimer:
     NOTE: An allocation of device slots may wait for host slots; nothing waits the other way round.
     """
 
-    def __init__(self, identity: CacheIdentity, index: PageIndex, mover: Mover, metrics: Metrics) -> None:
-        self._identity = identity
+    def __init__(self, index: PageIndex, mover: Mover, metrics: Metrics) -> None:
         self._index = index
         self._mover = mover
         self._metrics = metrics
@@ -134,8 +126,8 @@ class Reclaimer:
         wanted = np.flatnonzero(~run.stored)
         if not wanted.size:
             return 0
-        names = page_names(self._identity, [run.keys[index] for index in wanted])
-        arrived = await self._mover.store(run.namespace, names, run.host[wanted])
+        keys = [run.keys[index] for index in wanted]
+        arrived = await self._mover.store(run.namespace, keys, run.host[wanted])
         stored = run.stored.copy()
         stored[wanted] = arrived
         self._index.set_stored(run, stored)

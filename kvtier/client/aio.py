@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import grpc
@@ -35,8 +35,16 @@ class AsyncSession:
     the daemon started anew.
     """
 
-    def __init__(self, address: str, identity: CacheIdentity, timeout_s: float, tls: TlsFiles | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        identity: CacheIdentity,
+        device_uuids: Sequence[str],
+        timeout_s: float,
+        tls: TlsFiles | None,
+    ) -> None:
         self._address = check_address(address, tls)
+        self._device_uuids = device_uuids
         self._tls = tls
         self._timeout_s = timeout_s
         self.identity = identity
@@ -49,14 +57,25 @@ class AsyncSession:
 
     @classmethod
     async def connect(
-        cls, address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None
+        cls,
+        address: str,
+        identity: CacheIdentity,
+        *,
+        device_uuids: Sequence[str] = (),
+        timeout_s: float = 10.0,
+        tls: TlsFiles | None = None,
     ) -> AsyncSession:
         """Attaches to the daemon at `address` (`unix:/path`, or HOST:PORT with `tls`).
 
-        `timeout_s` is the deadline of this and of every later call, beside the wait that an acquire asks for.
-        Raises `DaemonUnavailableError`, or what the daemon says against the identity.
+        Args:
+            identity: of a tensor-parallel model every rank attaches with its own, and rank 0 alone acquires.
+            device_uuids: the GPUs that the ranks run on, in order, as nvidia-smi prints them: the pools are to lie
+                there. None takes the pool where it is.
+            timeout_s: the deadline of this and of every later call, beside the wait that an acquire asks for.
+
+        Raises `DaemonUnavailableError`, or what the daemon says against identity and GPUs.
         """
-        session = cls(address, identity, timeout_s, tls)
+        session = cls(address, identity, device_uuids, timeout_s, tls)
         try:
             await session._attach()
         except BaseException:
@@ -84,7 +103,7 @@ class AsyncSession:
             self._channel = grpc.aio.insecure_channel(self._address, OPTIONS)
         stream = Stream(self._channel, self._address)
         try:
-            self._pool = await stream.open(self.identity, self._timeout_s)
+            self._pool = await stream.open(self.identity, self._device_uuids, self._timeout_s)
         except SessionLostError as error:
             await stream.close()
             raise DaemonUnavailableError(str(error)) from error

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -52,12 +52,14 @@ class Stream:
         """How long leases of this stream may be used from now on, if the daemon answers nothing more."""
         return 0.0 if self.is_lost else self._valid_until - time.monotonic()
 
-    async def open(self, identity: CacheIdentity, timeout_s: float) -> PoolMapping:
+    async def open(self, identity: CacheIdentity, device_uuids: Sequence[str], timeout_s: float) -> PoolMapping:
         """Attaches and maps the pool."""
         self._start(self._read())
         self._start(self._write())
-        attached: pb.AttachResponse = await self.call("attach", timeout_s, identity=identity_to_message(identity))
-        if attached.fingerprint != identity.fingerprint:
+        attached: pb.AttachResponse = await self.call(
+            "attach", timeout_s, identity=identity_to_message(identity), device_uuids=device_uuids
+        )
+        if attached.fingerprint != identity.of_rank(0).fingerprint:
             raise ConfigurationError(
                 "daemon and worker compute different fingerprints of the same model; run one kvtier release in both"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -49,11 +49,19 @@ class _LoopThread:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def connect(address: str, identity: CacheIdentity, *, timeout_s: float = 10.0, tls: TlsFiles | None = None) -> Session:
+def connect(
+    address: str,
+    identity: CacheIdentity,
+    *,
+    device_uuids: Sequence[str] = (),
+    timeout_s: float = 10.0,
+    tls: TlsFiles | None = None,
+) -> Session:
     """Attaches to a daemon; see `AsyncSession.connect`."""
     loop = _LoopThread()
+    attaching = AsyncSession.connect(address, identity, device_uuids=device_uuids, timeout_s=timeout_s, tls=tls)
     try:
-        return Session(loop, loop.run(AsyncSession.connect(address, identity, timeout_s=timeout_s, tls=tls)))
+        return Session(loop, loop.run(attaching))
     except BaseException:
         loop.close()
         raise

@@ -113,8 +113,8 @@ class Operator:
             yield Gauge("pins", "Pins in force.", label, cache.num_pins)
             yield Gauge("tree_pages", "Pages in the radix tree.", label, index.tree.num_pages)
             yield Gauge("tree_nodes", "Nodes of the radix tree.", label, index.tree.num_nodes)
-            yield Gauge("page_bytes", "Bytes of a page.", label, cache.identity.layout.page_bytes)
-            pinned = cache.device.pinned_bytes
+            yield Gauge("page_bytes", "Bytes of a page on one rank.", label, cache.identity.layout.page_bytes)
+            pinned = sum(rank.device.pinned_bytes for rank in cache.ranks)
             yield Gauge("host_pinned_bytes", "Bytes of the host pool that are pinned for the GPU.", label, pinned)
             for tier, pool in ((Tier.DEVICE, index.device), (Tier.HOST, index.host)):
                 held = cache.num_held(tier)

@@ -18,7 +18,7 @@ from prometheus_client import start_http_server
 
 import kvtier
 from kvtier.config import Config
-from kvtier.daemon.devices import choose_memory
+from kvtier.daemon.devices import choose_devices
 from kvtier.daemon.operator import Operator
 from kvtier.daemon.registry import CacheRegistry
 from kvtier.daemon.service import AdminService, CacheService
@@ -61,10 +61,10 @@ async def running(config: Config) -> AsyncIterator[Operator]:
     async with contextlib.AsyncExitStack() as stack:
         lock = SocketLock(config.socket)
         stack.callback(lock.close)
-        device_memory = await asyncio.to_thread(choose_memory, config.device)
+        devices = await asyncio.to_thread(choose_devices, config.device)
         redis = await _open_redis(config, stack)
         pool_prefix = claim_pool_prefix(config.socket)
-        registry = CacheRegistry(config, pool_prefix, device_memory, redis, supervisor, metrics)
+        registry = CacheRegistry(config, pool_prefix, devices, redis, supervisor, metrics)
         stack.push_async_callback(registry.close)
         stack.push_async_callback(supervisor.stop)
         sessions = Sessions(uuid.uuid4().hex, config, registry, metrics)

@@ -78,6 +78,7 @@ class Session:
         self._write_turn = asyncio.Lock()
         self._attach_turn = asyncio.Lock()
         self._cache: PrefixCache | None = None
+        self._rank = 0
         self._lease_turns: dict[int, asyncio.Lock] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(_MAX_IN_FLIGHT)
@@ -157,18 +158,23 @@ class Session:
         if self._sessions.draining:
             raise DrainingError("the daemon is draining; attach to its successor")
         identity = identity_from_message(request.identity)
-        self._sessions.registry.device_memory.check_worker(request.device_uuid)
-        self._cache = await self._sessions.registry.attach(identity, self.session_id)
+        self._cache = await self._sessions.registry.attach(identity, request.device_uuids, self.session_id)
+        self._rank = identity.rank
         return pb.AttachResponse(
             epoch=self._sessions.epoch,
-            fingerprint=identity.fingerprint,
-            pool=pool_to_message(self._cache.device.handle()),
+            fingerprint=self._cache.identity.fingerprint,
+            pool=pool_to_message(self._cache.ranks[self._rank].device.handle()),
             lease_ttl_ms=int(self._sessions.config.lease_ttl_s * 1000),
             session_id=self.session_id,
         )
 
     async def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         cache = self._attached
+        if self._rank:
+            raise InvalidRequestError(
+                f"rank {self._rank} asks for a lease; rank 0 acquires for all ranks and tells the others, for page "
+                "numbers are the same on all of them"
+            )
         if self._sessions.draining:
             raise DrainingError("the daemon is draining and gives no new leases; attach to its successor")
         parent = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.errors import InvalidRequestError
 from kvtier.pages.layout import LAYOUT_VERSION, PageLayout
@@ -22,7 +22,8 @@ class CacheIdentity:
         layout: geometry and format of the pages.
         rope: canonical text of the rotary embedding's settings; they change the stored keys.
         recipe: digest of how values become codes (global scales, block-scale rule, transforms).
-        rank, world_size: which of how many tensor-parallel ranks holds these heads.
+        rank, world_size: which of how many tensor-parallel ranks holds these heads. The ranks of a model have one tree,
+            which goes by the fingerprint of rank 0.
         layout_version: version of the page image.
     """
 
@@ -48,6 +49,10 @@ class CacheIdentity:
                 f"page layout version {self.layout_version} is not {LAYOUT_VERSION}, which this release reads; "
                 "run the same kvtier release in daemon and worker"
             )
+
+    def of_rank(self, rank: int) -> CacheIdentity:
+        """The identity of another rank of the same model."""
+        return replace(self, rank=rank)
 
     @property
     def fingerprint(self) -> bytes:

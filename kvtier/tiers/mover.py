@@ -1,7 +1,9 @@
 """The only thing that copies pages between tiers.
 
-Copies run in threads, never on the event loop. The caller holds every slot it names until the copy has ended, and
-publishes only what ended well. Transfer rates are measured on the way: they decide whether a promotion is worth it.
+A page has an image on every tensor-parallel rank, under the same slot of that rank's pools, and moves as a whole: it
+has arrived when all its images have. Copies run in threads, never on the event loop. The caller holds every slot it
+names until the copy has ended, and publishes only what ended well. Transfer rates are measured on the way: they decide
+whether a promotion is worth it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,20 +29,38 @@ from kvtier.tiers.redis import RedisTier
 
 _log = logging.getLogger(__name__)
 
-_COPY_THREADS = 2  # a direction: while one waits for its copy to end, the other queues the next one behind it
+_COPY_THREADS = 2  # a rank and direction: while one waits for its copy to end, the other queues the next one behind it
 _RATE_WEIGHT = 0.2  # of the newest transfer in the moving average
+_MOVED = "moved"
+
+
+class RankPools(NamedTuple):
+    """The pools of one tensor-parallel rank; `fingerprint` and `rank` are in the names of its stored images."""
+
+    fingerprint: bytes
+    rank: int
+    device: DevicePool
+    host: HostPool
+
+    def page_name(self, key: bytes) -> PageName:
+        """What this rank's image of a page is called in storage."""
+        return PageName(self.fingerprint, key, self.rank)
 
 
 class Mover:
-    """Moves pages of one cache between its device pool, its host pool and Redis."""
+    """Moves pages of one cache between its device pools, its host pools and Redis.
 
-    def __init__(self, device: DevicePool, host: HostPool, redis: RedisTier | None, metrics: Metrics) -> None:
-        self._device = device
-        self._host = host
+    `ranks` have as many pages each.
+    """
+
+    def __init__(self, ranks: Sequence[RankPools], redis: RedisTier | None, metrics: Metrics) -> None:
+        self.ranks = ranks
+        self._page_bytes = sum(rank.host.page_bytes for rank in ranks)
         self._redis = redis
         self._metrics = metrics
-        self._down = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvtier-spill")
-        self._up = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvtier-promote")
+        num_threads = _COPY_THREADS * len(ranks)
+        self._down = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-spill")
+        self._up = ThreadPoolExecutor(num_threads, thread_name_prefix="kvtier-promote")
         self._bytes_per_second: dict[Route, float] = {}
 
     @property
@@ -50,26 +70,37 @@ class Mover:
     def seconds_for(self, route: Route, num_pages: int) -> float:
         """What moving pages took of late; 0 while nothing has been measured."""
         rate = self._bytes_per_second.get(route)
-        return num_pages * self._host.page_bytes / rate if rate else 0.0
+        return num_pages * self._page_bytes / rate if rate else 0.0
 
     async def spill(self, device_slots: SlotArray, host_slots: SlotArray) -> None:
         """Copies pages from the device into host slots; raises `GpuError` when that fails, which is counted."""
         with self._counting(Route.DEVICE_TO_HOST, device_slots.size):
-            await self._run(self._down, self._device.read_pages, device_slots, host_slots)
+            await self._copy(self._down, [rank.device.read_pages for rank in self.ranks], device_slots, host_slots)
 
     async def promote(self, host_slots: SlotArray, device_slots: SlotArray) -> None:
         """Copies pages from host slots to the device; raises `GpuError` when that fails, which is counted."""
         with self._counting(Route.HOST_TO_DEVICE, device_slots.size):
-            await self._run(self._up, self._device.write_pages, device_slots, host_slots)
+            await self._copy(self._up, [rank.device.write_pages for rank in self.ranks], device_slots, host_slots)
 
-    async def _run(
+    async def _copy(
         self,
         threads: ThreadPoolExecutor,
-        copy: Callable[[SlotArray, HostPool, SlotArray], None],
+        copies: Sequence[Callable[[SlotArray, HostPool, SlotArray], None]],
         device_slots: SlotArray,
         host_slots: SlotArray,
     ) -> None:
-        await asyncio.get_running_loop().run_in_executor(threads, copy, device_slots, self._host, host_slots)
+        """Carries out one copy a rank, side by side, and raises when all have ended and one has failed."""
+        run = asyncio.get_running_loop().run_in_executor
+        outcomes = await asyncio.gather(
+            *(
+                run(threads, copy, device_slots, rank.host, host_slots)
+                for copy, rank in zip(copies, self.ranks, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
 
     @contextlib.contextmanager
     def _counting(self, route: Route, num_pages: int) -> Iterator[None]:
@@ -80,69 +111,78 @@ class Mover:
             _log.error("%s of %d pages failed: %s", route, num_pages, error)
             self._count(route, "failed", num_pages, 0.0)
             raise
-        self._count(route, "moved", num_pages, time.perf_counter() - start)
+        self._count(route, _MOVED, num_pages, time.perf_counter() - start)
 
-    async def store(self, namespace: str, names: Sequence[PageName], host_slots: SlotArray) -> BoolArray:
+    async def store(self, namespace: str, keys: Sequence[bytes], host_slots: SlotArray) -> BoolArray:
         """Writes pages to Redis; returns which of them it has now. Failures are counted, never raised."""
         redis = self._redis
         if redis is None:
-            return np.zeros(len(names), dtype=np.bool_)
+            return np.zeros(len(keys), dtype=np.bool_)
 
-        async def put(name: PageName, slot: int) -> str:
+        async def put(rank: RankPools, key: bytes, slot: int) -> str:
             try:
-                await redis.put(namespace, name, self._host.image(slot))
+                await redis.put(namespace, rank.page_name(key), rank.host.image(slot))
             except RedisFullError:
                 return "full"
             except RedisUnavailableError:
                 return "failed"
-            return "moved"
+            return _MOVED
 
-        return await self._each(Route.HOST_TO_REDIS, put, names, host_slots)
+        return await self._each(Route.HOST_TO_REDIS, put, keys, host_slots)
 
-    async def fetch(self, namespace: str, names: Sequence[PageName], host_slots: SlotArray) -> BoolArray:
+    async def fetch(self, namespace: str, keys: Sequence[bytes], host_slots: SlotArray) -> BoolArray:
         """Reads pages from Redis into host slots; returns which of them arrived whole and verified."""
         redis = self._redis
         if redis is None:
-            return np.zeros(len(names), dtype=np.bool_)
+            return np.zeros(len(keys), dtype=np.bool_)
 
-        async def get(name: PageName, slot: int) -> str:
+        async def get(rank: RankPools, key: bytes, slot: int) -> str:
             try:
-                return "moved" if await redis.get(namespace, name, self._host.image(slot)) else "missing"
+                found = await redis.get(namespace, rank.page_name(key), rank.host.image(slot))
+                return _MOVED if found else "missing"
             except CorruptPageError:
                 return "corrupt"
             except RedisUnavailableError:
                 return "failed"
 
-        return await self._each(Route.REDIS_TO_HOST, get, names, host_slots)
+        return await self._each(Route.REDIS_TO_HOST, get, keys, host_slots)
 
-    async def count_stored(self, namespace: str, names: Sequence[PageName]) -> int:
+    async def count_stored(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading pages Redis has; 0 while it does not answer."""
-        if self._redis is None or not names:
+        if self._redis is None:
             return 0
-        try:
-            return await self._redis.count_prefix(namespace, names)
-        except RedisUnavailableError:
-            return 0
+        count = len(keys)
+        for rank in self.ranks:
+            names = [rank.page_name(key) for key in keys[:count]]
+            try:
+                count = await self._redis.count_prefix(namespace, names)
+            except RedisUnavailableError:
+                return 0
+        return count
 
     async def _each(
         self,
         route: Route,
-        move: Callable[[PageName, int], Coroutine[Any, Any, str]],
-        names: Sequence[PageName],
+        move: Callable[[RankPools, bytes, int], Coroutine[Any, Any, str]],
+        keys: Sequence[bytes],
         host_slots: SlotArray,
     ) -> BoolArray:
         start = time.perf_counter()
-        outcomes = await asyncio.gather(*map(move, names, host_slots.tolist()))
+        pages = list(zip(keys, host_slots.tolist(), strict=True))
+        of_ranks = await asyncio.gather(
+            *(asyncio.gather(*(move(rank, key, slot) for key, slot in pages)) for rank in self.ranks)
+        )
+        outcomes = [_of_page(images) for images in zip(*of_ranks, strict=True)]
         seconds = time.perf_counter() - start
         for outcome in sorted(set(outcomes)):
             self._count(route, outcome, outcomes.count(outcome), seconds)
-        return np.array([outcome == "moved" for outcome in outcomes], dtype=np.bool_)
+        return np.array([outcome == _MOVED for outcome in outcomes], dtype=np.bool_)
 
     def _count(self, route: Route, outcome: str, num_pages: int, seconds: float) -> None:
         self._metrics.transfer_pages.labels(route, outcome).inc(num_pages)
-        if outcome != "moved" or num_pages == 0:
+        if outcome != _MOVED or num_pages == 0:
             return
-        num_bytes = num_pages * self._host.page_bytes
+        num_bytes = num_pages * self._page_bytes
         self._metrics.transfer_bytes.labels(route).inc(num_bytes)
         self._metrics.transfer_seconds.labels(route).inc(seconds)
         rate = num_bytes / max(seconds, 1e-9)
@@ -153,3 +193,8 @@ class Mover:
         """Waits for running copies."""
         self._down.shutdown(wait=True)
         self._up.shutdown(wait=True)
+
+
+def _of_page(images: Sequence[str]) -> str:
+    """The outcome of a page by those of its images."""
+    return next((outcome for outcome in images if outcome != _MOVED), _MOVED)

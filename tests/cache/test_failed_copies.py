@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from serving import PAGE_SIZE, assert_true_pages, attach, eventually, small_config, some_tokens, state_of, store
 
-from kvtier.daemon.devices import HostMemory
+from kvtier.daemon.devices import SharedMemoryDevice
 from kvtier.daemon.operator import Operator
 from kvtier.daemon.server import running
 from kvtier.errors import GpuError
@@ -47,7 +47,7 @@ class FailingPool(SharedMemoryDevicePool):
 @pytest.fixture(autouse=True)
 def failing_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FailingPool, "broken", set())
-    monkeypatch.setattr(HostMemory, "open_pool", lambda _, *arguments: FailingPool(*arguments))
+    monkeypatch.setattr(SharedMemoryDevice, "open_pool", lambda _, *arguments: FailingPool(*arguments))
 
 
 def failed_pages(operator: Operator, route: Route) -> float:

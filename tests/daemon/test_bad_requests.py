@@ -216,7 +216,6 @@ ATTACH_CASES: dict[str, Refusal] = {
         pb.AttachRequest(identity=identity_message(layout_version=99)), "run the same kvtier release"
     ),
     "rank": invalid(pb.AttachRequest(identity=identity_message(rank=1)), "0 to world_size - 1"),
-    "two ranks": invalid(pb.AttachRequest(identity=identity_message(world_size=2)), "world_size is 2"),
     "pages larger than the pools": Refusal(
         pb.AttachRequest(identity=identity_message(num_layers=2**32 - 1, num_kv_heads=2**32 - 1, model="huge")),
         PRECONDITION,
@@ -224,7 +223,7 @@ ATTACH_CASES: dict[str, Refusal] = {
         "set device_bytes to",
     ),
     "a device that is not there": invalid(
-        pb.AttachRequest(identity=identity_message(), device_uuid="GPU-1"), "attach without device_uuid"
+        pb.AttachRequest(identity=identity_message(), device_uuids=["GPU-1"]), "load the model on the CPU"
     ),
     "all parts of the memory in use": full(
         pb.AttachRequest(identity=identity_message(model="another")), "--max-caches"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from serving import IDENTITY, PAGE_BYTES, attach, only_cache, small_config
 
-from kvtier.daemon.devices import HostMemory, choose_memory
+from kvtier.daemon.devices import SharedMemoryOnly, choose_devices
 from kvtier.daemon.server import running
 from kvtier.errors import ConfigurationError, InvalidRequestError
 from kvtier.tiers.shared_memory import free_bytes
@@ -18,18 +18,19 @@ needs_no_gpu = pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, 
 
 @pytest.mark.parametrize("device", ["shared-memory", pytest.param("auto", marks=needs_no_gpu)])
 def test_shared_memory_serves_where_no_gpu_is_wanted_or_there(device: str) -> None:
-    memory = choose_memory(device)
-    assert isinstance(memory, HostMemory)
-    memory.check_worker("")
-    with pytest.raises(InvalidRequestError, match="device_uuid is 'GPU-1', .* attach without device_uuid"):
-        memory.check_worker("GPU-1")
+    devices = choose_devices(device)
+    assert isinstance(devices, SharedMemoryOnly)
+    first, second = devices.of_ranks([], 2)
+    assert first is second
+    with pytest.raises(InvalidRequestError, match="device_uuids has 'GPU-1', .* load the model on the CPU"):
+        devices.of_ranks(["GPU-1"], 1)
 
 
 @needs_no_gpu
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "GPU-2f6e1c3a-0000-11aa-22bb-aabbccddeeff"])
 def test_a_gpu_that_is_wanted_and_not_there_is_an_error_with_advice(device: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        choose_memory(device)
+        choose_devices(device)
     assert f"device is '{device}', but this process cannot use a GPU: " in str(refused.value)
     assert "install the NVIDIA driver and 'kvtier[gpu]', or set device to shared-memory" in str(refused.value)
 

@@ -53,7 +53,7 @@ async def test_a_second_daemon_on_the_same_socket_is_refused_and_the_first_goes_
         with pytest.raises(ConfigurationError, match=rf"a daemon \(process {os.getpid()}\) serves on .*kvtier.sock"):
             async with running(small_config(directory)):
                 pass
-        assert [pool.name[20:] for pool in pools_of(directory / "kvtier.sock")] == ["0-device", "0-host"]
+        assert [pool.name[20:] for pool in pools_of(directory / "kvtier.sock")] == ["0-0-device", "0-0-host"]
         lease = await session.acquire("tenant", some_tokens(2, seed=1))
         assert lease.matched_tokens == TokensByTier(2 * PAGE_SIZE, 0, 0)
     async with running(small_config(directory)) as operator:  # the lock is free again
@@ -68,7 +68,7 @@ async def test_a_stale_socket_and_pools_of_a_killed_daemon_are_removed(directory
     other.write_bytes(b"not ours")
     try:
         async with running(small_config(directory)), await attach(directory):
-            assert [pool.name[20:] for pool in pools_of(directory / "kvtier.sock")] == ["0-device", "0-host"]
+            assert [pool.name[20:] for pool in pools_of(directory / "kvtier.sock")] == ["0-0-device", "0-0-host"]
             assert other.read_bytes() == b"not ours"
     finally:
         other.unlink()
