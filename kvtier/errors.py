@@ -96,6 +96,10 @@ class GpuError(KvtierError):
     """The GPU or its driver refused a call, or has failed."""
 
 
+class RankLostError(KvtierError):
+    """A process of a tensor-parallel worker has ended, or does not answer."""
+
+
 class CorruptPageError(KvtierError):
     """Stored bytes are not the page that their key names."""
 

@@ -36,6 +36,11 @@ class PoolMapping:
         self._forgets: list[Callable[[], None]] = []
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the session has let go of the memory."""
+        return self._memory is None
+
+    @property
     def memory(self) -> PoolMemory:
         """The pages.
 

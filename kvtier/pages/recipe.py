@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from importlib.resources import files
@@ -149,6 +149,16 @@ class Recipe:
             digest.update(f"{name}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
         return f"{self.name}-{digest.hexdigest()}"
+
+    def of_rank(self, rank: int, world_size: int) -> Recipe:
+        """The part for the KV heads of one tensor-parallel rank; its digest is its own."""
+        if world_size == 1:
+            return self
+        balance, key_matrices = (
+            None if array is None else np.split(array, world_size, axis=1)[rank]
+            for array in (self.balance, self.key_matrices)
+        )
+        return replace(self, balance=balance, key_matrices=key_matrices)
 
     def check_fits(self, model: str, revision: str, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
         """Raises `InvalidRequestError` unless the recipe was made for this model, or for any."""

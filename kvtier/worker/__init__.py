@@ -8,7 +8,7 @@ It needs transformers (`pip install kvtier[worker]`).
 """
 
 from kvtier.worker.chat import Conversation
-from kvtier.worker.connect import connect_worker
+from kvtier.worker.connect import connect_tensor_parallel, connect_worker
 from kvtier.worker.engine import Worker
 from kvtier.worker.model import WorkerModel, load_model, load_tokenizer, prepare_model
 from kvtier.worker.options import OpenPage, PrefillAttends, WorkerOptions
@@ -29,6 +29,7 @@ __all__ = [
     "Worker",
     "WorkerModel",
     "WorkerOptions",
+    "connect_tensor_parallel",
     "connect_worker",
     "load_model",
     "load_tokenizer",

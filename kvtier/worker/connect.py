@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed
 
 from kvtier.client import connect
+from kvtier.errors import InvalidRequestError
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker.engine import Worker
+from kvtier.worker.follower import LoadModel, Settings, attach, follow, joined
 from kvtier.worker.model import WorkerModel
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
+from kvtier.worker.ranks import RankProcess, Ranks
+from kvtier.worker.shard import shard_model
 
 
 @contextmanager
@@ -31,5 +40,76 @@ def connect_worker(
     model's.
     """
     identity = model.identity(page_format, page_size, options.prefill_attends, options.open_page, recipe)
-    with connect(address, identity, timeout_s=timeout_s) as session:
+    device_uuids = [model.device_uuid] if model.device_uuid else []
+    with connect(address, identity, device_uuids=device_uuids, timeout_s=timeout_s) as session:
         yield Worker(session, model, identity.layout, options, recipe)
+
+
+@contextmanager
+def connect_tensor_parallel(
+    address: str,
+    load: LoadModel,
+    devices: Sequence[str],
+    page_format: PageFormat = PageFormat.NVFP4,
+    page_size: int = 64,
+    options: WorkerOptions = DEFAULT_OPTIONS,
+    timeout_s: float = 10.0,
+    recipe: Recipe = PLAIN,
+    load_timeout_s: float = 600.0,
+    step_timeout_s: float = 120.0,
+) -> Iterator[Worker]:
+    """A worker whose model is spread over `devices`, one tensor-parallel rank each; see `connect_worker`.
+
+    Rank 0 is this process; the others are processes of their own, which import the caller's main module: it needs the
+    usual `if __name__ == "__main__"`. All of them end with the `with` block.
+
+    Args:
+        load: gives the whole model on a device; called in every process, so it is a function of a module or a `partial`
+            of one, such as `partial(load_model, path)`.
+        devices: of the ranks, such as "cuda:0" and "cuda:1".
+        load_timeout_s: how long the other ranks may take until they are ready.
+        step_timeout_s: how long ranks wait for each other within a step.
+
+    Raises `RankLostError`, also later on, when the process of a rank ends.
+    """
+    if torch.distributed.is_initialized():
+        raise InvalidRequestError("torch.distributed is in use in this process; connect from a process of its own")
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-ranks-"))
+        settings = Settings(
+            address,
+            load,
+            tuple(devices),
+            page_format,
+            page_size,
+            options,
+            recipe,
+            str(Path(directory) / "rendezvous"),
+            step_timeout_s,
+            timeout_s,
+        )
+        others = [_start(settings, rank) for rank in range(1, len(devices))]
+        ranks = Ranks(others)
+        stack.callback(ranks.close)
+        model = load(devices[0])
+        device_uuids = [model.device_uuid, *(other.hear(load_timeout_s) for other in others)]
+        device_uuids = device_uuids if all(device_uuids) else []
+        for other in others:
+            other.tell(device_uuids)
+        stack.enter_context(joined(settings, 0))
+        model = shard_model(model)
+        session = stack.enter_context(attach(settings, model, device_uuids))
+        for other in others:
+            other.hear(load_timeout_s)
+        # The others go first: they wait for steps, and rank 0 has to leave the group with them.
+        stack.callback(ranks.close)
+        yield Worker(session, model, session.identity.layout, options, recipe, ranks)
+
+
+def _start(settings: Settings, rank: int) -> RankProcess:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=follow, args=(theirs, settings, rank), name=f"kvtier-rank-{rank}", daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the process is the end of the connection
+    return RankProcess(rank, process, ours)

@@ -5,27 +5,32 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from kvtier.client import Lease, PoolMapping, Session
 from kvtier.errors import CacheFullError, DrainingError, InvalidRequestError, KvtierError, SessionLostError
 from kvtier.pages.layout import PageLayout
 from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker.admission import LEASE_GONE, Admission, Admitted, release
-from kvtier.worker.batch import PagedKv
 from kvtier.worker.chunk import Chunk
 from kvtier.worker.model import WorkerModel
-from kvtier.worker.open_pages import OpenPageStore
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
+from kvtier.worker.ranks import NO_OTHER_RANKS, Ranks
 from kvtier.worker.rate import PrefillRate
 from kvtier.worker.request import FinishReason, Reply, Request
 from kvtier.worker.sampling import choose_tokens
 from kvtier.worker.scheduler import Planned, plan_step
 from kvtier.worker.sequence import Sequence
-from kvtier.worker.step import StepRunner
+from kvtier.worker.step import StepRunner, StepRunners
 
 _RETRY_S = 0.05  # between attempts to get a lease that the daemon could not give
 _LEASE_WAIT_S = 0.01  # a lease on what the device has comes sooner; only promotions are overlapped with decoding
 _TRY_AGAIN = (*LEASE_GONE, CacheFullError, DrainingError)
+
+
+class _OnPool(NamedTuple):
+    pool: PoolMapping
+    runner: StepRunner
 
 
 class Worker:
@@ -41,6 +46,7 @@ class Worker:
         layout: of the identity.
         options: limits.
         recipe: how values become codes.
+        ranks: the other ranks of a tensor-parallel model, of which `model` is rank 0.
 
     Raises `InvalidRequestError` when the session's pool is not where the model is.
     """
@@ -52,21 +58,23 @@ class Worker:
         layout: PageLayout,
         options: WorkerOptions = DEFAULT_OPTIONS,
         recipe: Recipe = PLAIN,
+        ranks: Ranks = NO_OTHER_RANKS,
     ) -> None:
         self._session = session
         self._model = model
         self._layout = layout
         self._options = options
-        self._recipe = recipe
-        self._open_pages = OpenPageStore(layout, options.open_page, options.max_sequences, model.device)
+        self._ranks = ranks
+        self._runners = StepRunners(model, layout, options, recipe)
+        self._open_pages = self._runners.open_pages
         self._admission = Admission(session, options.promotion_wait_s)
-        self._on_pool: tuple[PoolMapping, StepRunner] | None = None
+        self._known_pool: _OnPool | None = None
         self._rate = PrefillRate()
         self._num_submitted = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._retry_at_s = 0.0
-        self._step_runner()  # says at once when the pool is not where the model is
+        self._on_pool()  # says at once when the pool is not where the model is
 
     def submit(self, request: Request) -> Sequence:
         """Queues a request; the sequence has a `reply` once it is finished.
@@ -108,18 +116,20 @@ class Worker:
         self._grow()
         # NOTE: the pool is read before the leases are checked. A lease that holds afterwards is of the session that the
         # pool belongs to, so page numbers are never looked up in the pool of another epoch.
-        runner = self._step_runner() if self._running else None
+        on_pool = self._on_pool() if self._running else None
         planned = [plan for plan in plan_step(self._running, self._options.step_tokens) if self._is_held(plan.sequence)]
-        if runner and planned:
-            self._compute(planned, runner)
+        if on_pool and planned:
+            self._compute(planned, on_pool)
         elif self._waiting:
             time.sleep(_RETRY_S)
 
-    def _compute(self, planned: list[Planned], runner: StepRunner) -> None:
+    def _compute(self, planned: list[Planned], on_pool: _OnPool) -> None:
         started_s = time.perf_counter()
+        chunks = [plan.chunk for plan in planned]
         try:
-            output = runner.run([plan.chunk for plan in planned])
-            tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
+            with self._ranks.computing(on_pool.pool.epoch, chunks):
+                output = on_pool.runner.run(chunks)
+                tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
         except BaseException:
             # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need. And these
             # pages are another's at once when they are given back, so what was launched on them has to end first.
@@ -129,7 +139,8 @@ class Worker:
                 for plan in planned:
                     self._requeue(plan.sequence)
             raise
-        # NOTE: the tokens are here, so a GPU has computed the whole pass: pages that are committed now are complete.
+        # NOTE: the tokens are here, so a GPU has computed the whole pass, and so have those of the other ranks, without
+        # whose part of the last layer there would be no tokens: pages that are committed now are complete.
         prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
         self._rate.add(prefilled, time.perf_counter() - started_s)
         for (sequence, chunk), token in zip(planned, tokens, strict=True):
@@ -228,33 +239,25 @@ class Worker:
         release(sequence.lease)
         self._open_pages.give_back(sequence.open_slot)
 
-    def _step_runner(self) -> StepRunner | None:
+    def _on_pool(self) -> _OnPool | None:
         """What runs steps over the session's pool, if that is not lost just now.
 
         Raises `InvalidRequestError` when it is not where the model is.
         """
-        pool, on_pool = self._session.pool, self._on_pool
-        if on_pool and on_pool[0] is pool:
-            return on_pool[1]
+        pool, known = self._session.pool, self._known_pool
+        if known and known.pool is pool:
+            return known
         try:
             memory = pool.memory
         except SessionLostError:
             return None
-        pages = PagedKv.of(memory, self._layout, self._recipe, self._model.dtype)
-        if pages.device != self._model.device:
-            raise InvalidRequestError(
-                f"the daemon's pool is on {pages.device} and the model on {self._model.device}; load the model on "
-                f"{pages.device}, or give the daemon a pool there"
-            )
-        attends, uses_graphs = self._options.prefill_attends, self._options.cuda_graphs
-        runner = StepRunner(self._model, pages, self._open_pages, attends, uses_graphs)
-        self._on_pool = pool, runner
+        known = self._known_pool = _OnPool(pool, self._runners.on(memory))
         pool.when_let_go(self._forget_pool)
-        return runner
+        return known
 
     def _forget_pool(self) -> None:
         """Called by the session's thread: views of a lost pool would keep its memory, even while nothing runs."""
-        self._on_pool = None
+        self._known_pool = None
 
     def _check(self, request: Request) -> None:
         num_tokens = len(request.prompt) + request.max_new_tokens

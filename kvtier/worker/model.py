@@ -22,7 +22,8 @@ from kvtier.worker.options import OpenPage, PrefillAttends
 class WorkerModel:
     """A model that runs with kvtier's attention.
 
-    `name` and `revision` name its weights in the fingerprint; `max_tokens` is the longest sequence that it takes.
+    `name` and `revision` name its weights in the fingerprint; `max_tokens` is the longest sequence that it takes. Of a
+    tensor-parallel model it is the part of one rank, and so is `geometry`.
     """
 
     module: PreTrainedModel
@@ -31,6 +32,8 @@ class WorkerModel:
     geometry: ModelGeometry
     vocab_size: int
     max_tokens: int
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,6 +44,15 @@ class WorkerModel:
     def device(self) -> torch.device:
         """Where the weights are; the pool must be there too."""
         return self.module.device
+
+    @property
+    def device_uuid(self) -> str:
+        """Of its GPU, as nvidia-smi prints it; empty on the CPU."""
+        if self.device.type == "cpu":
+            return ""
+        from kvtier.cuda_driver import gpus
+
+        return gpus()[self.device.index].uuid
 
     def wait(self) -> None:
         """Returns when nothing runs any more that was launched on its device."""
@@ -78,7 +90,7 @@ class WorkerModel:
         values depend on them. Raises `InvalidRequestError` when `recipe` is another model's.
         """
         num_layers, num_kv_heads, head_dim, _ = self.geometry
-        recipe.check_fits(self.name, self.revision, num_layers, num_kv_heads, head_dim)
+        recipe.check_fits(self.name, self.revision, num_layers, num_kv_heads * self.world_size, head_dim)
         layout = PageLayout(page_format, num_layers, num_kv_heads, head_dim, page_size)
         dtype = str(self.dtype).removeprefix("torch.")
         return CacheIdentity(
@@ -95,6 +107,8 @@ class WorkerModel:
                     f"prefill attends to {prefill_attends}",
                 )
             ),
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
 

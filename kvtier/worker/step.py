@@ -14,14 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.errors import KernelError
+from kvtier.client.pool import PoolMemory
+from kvtier.errors import InvalidRequestError, KernelError
 from kvtier.ops import FixedDecode
+from kvtier.pages.layout import PageLayout
+from kvtier.pages.recipe import Recipe
 from kvtier.worker.batch import PackedBatch, PagedKv
 from kvtier.worker.chunk import Chunk
 from kvtier.worker.decode_batch import DecodeBatch, MakeDecode
 from kvtier.worker.model import WorkerModel
 from kvtier.worker.open_pages import OpenPageStore
-from kvtier.worker.options import PrefillAttends
+from kvtier.worker.options import PrefillAttends, WorkerOptions
 
 
 class StepOutput(NamedTuple):
@@ -81,6 +84,32 @@ class StepRunner:
             batch = DecodeBatch(num_rows, max_pages, self.pages, self._open_pages, self._make_decode)
             graph = self._graphs[num_rows] = DecodeGraph(self._model, batch)
         return graph
+
+
+class StepRunners:
+    """Makes what runs steps over the pools that a session has one after the other.
+
+    Attributes:
+        open_pages: for all of them.
+    """
+
+    def __init__(self, model: WorkerModel, layout: PageLayout, options: WorkerOptions, recipe: Recipe) -> None:
+        self.open_pages = OpenPageStore(layout, options.open_page, options.max_sequences, model.device)
+        self._model = model
+        self._layout = layout
+        self._options = options
+        self._recipe = recipe.of_rank(model.rank, model.world_size)
+
+    def on(self, memory: PoolMemory) -> StepRunner:
+        """Raises `InvalidRequestError` when the pool is not where the model is."""
+        pages = PagedKv.of(memory, self._layout, self._recipe, self._model.dtype)
+        if pages.device != self._model.device:
+            raise InvalidRequestError(
+                f"the daemon's pool is on {pages.device} and the model on {self._model.device}; load the model on "
+                f"{pages.device}, or give the daemon a pool there"
+            )
+        attends, uses_graphs = self._options.prefill_attends, self._options.cuda_graphs
+        return StepRunner(self._model, pages, self.open_pages, attends, uses_graphs)
 
 
 class DecodeGraph:

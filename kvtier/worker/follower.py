@@ -1,0 +1,131 @@
+"""The process of a tensor-parallel rank other than 0: computes the steps that rank 0 sends, on its own pool."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import torch.distributed
+
+from kvtier.client import PoolMapping, Session, connect
+from kvtier.errors import SessionLostError
+from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import Recipe
+from kvtier.worker.model import WorkerModel
+from kvtier.worker.options import WorkerOptions
+from kvtier.worker.shard import shard_model
+from kvtier.worker.step import StepRunner, StepRunners
+from kvtier.worker.step_messages import StepDecoder
+
+_POLL_S = 0.01
+_LET_GO_S = 1.0  # without a step; by then rank 0 knows as well that the session is lost, and sends none
+
+LoadModel = Callable[[str], WorkerModel]
+"""Gives the whole model on a device. It goes to other processes: a function of a module, or a `partial` of one."""
+
+
+class Settings(NamedTuple):
+    """What all ranks of a worker agree on.
+
+    Attributes:
+        rendezvous: a file that is not there yet, in which the ranks find each other.
+        step_timeout_s: how long ranks wait for each other within a step.
+        timeout_s: deadline of every call to the daemon.
+    """
+
+    address: str
+    load: LoadModel
+    devices: tuple[str, ...]
+    page_format: PageFormat
+    page_size: int
+    options: WorkerOptions
+    recipe: Recipe
+    rendezvous: str
+    step_timeout_s: float
+    timeout_s: float
+
+
+@contextlib.contextmanager
+def joined(settings: Settings, rank: int) -> Any:
+    """Makes this process `rank` of the group, for the time of a block."""
+    device = torch.device(settings.devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where torch's collectives look for it
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{settings.rendezvous}",
+        rank=rank,
+        world_size=len(settings.devices),
+        timeout=timedelta(seconds=settings.step_timeout_s),
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def attach(settings: Settings, model: WorkerModel, device_uuids: list[str]) -> Session:
+    """A session for the part of the model that this rank computes."""
+    options = settings.options
+    identity = model.identity(
+        settings.page_format, settings.page_size, options.prefill_attends, options.open_page, settings.recipe
+    )
+    return connect(settings.address, identity, device_uuids=device_uuids, timeout_s=settings.timeout_s)
+
+
+def follow(connection: Connection, settings: Settings, rank: int) -> None:
+    """Runs until rank 0 closes its end of `connection`. The main function of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and decides
+    with contextlib.suppress(EOFError, ConnectionError):
+        model = settings.load(settings.devices[rank])
+        connection.send_bytes(msgpack.packb(model.device_uuid))
+        device_uuids = msgpack.unpackb(connection.recv_bytes())
+        with joined(settings, rank):
+            model = shard_model(model)
+            with attach(settings, model, device_uuids) as session:
+                connection.send_bytes(msgpack.packb(session.epoch))
+                _Follower(session, model, settings).run(connection)
+
+
+class _Follower:
+    def __init__(self, session: Session, model: WorkerModel, settings: Settings) -> None:
+        self._session = session
+        self._timeout_s = settings.timeout_s
+        self._runners = StepRunners(model, session.identity.layout, settings.options, settings.recipe)
+        self._on_pool: tuple[str, StepRunner] | None = None
+
+    def run(self, connection: Connection) -> None:
+        """Computes steps; raises `EOFError` when rank 0 has gone."""
+        decoder = StepDecoder()
+        while True:
+            if connection.poll(_LET_GO_S):
+                step = decoder.decode(connection.recv_bytes())
+                self._runner(step.epoch).run(step.chunks)
+            elif self._session.pool.is_lost:
+                # Views of a lost pool would keep its memory, which the next daemon may need.
+                self._on_pool = None
+
+    def _runner(self, epoch: str) -> StepRunner:
+        if self._on_pool is None or self._on_pool[0] != epoch:
+            self._on_pool = None
+            self._on_pool = epoch, self._runners.on(self._pool_of(epoch).memory)
+        return self._on_pool[1]
+
+    def _pool_of(self, epoch: str) -> PoolMapping:
+        """The pool of the daemon that rank 0 has its leases from, once this rank's session has attached to it too."""
+        deadline = time.monotonic() + self._timeout_s
+        while (pool := self._session.pool).epoch != epoch or pool.is_lost:
+            if time.monotonic() > deadline:
+                raise SessionLostError(
+                    f"rank {self._session.identity.rank} is not attached to the daemon of epoch {epoch} after "
+                    f"{self._timeout_s:g} s; it had {pool.epoch}"
+                )
+            time.sleep(_POLL_S)
+        return pool

@@ -1,0 +1,101 @@
+"""The processes of the other tensor-parallel ranks, as rank 0 sees them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from collections.abc import Sequence as Items
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kvtier.errors import RankLostError
+from kvtier.worker.chunk import Chunk
+from kvtier.worker.step_messages import Step, StepEncoder
+
+_END_S = 5.0  # for a process to end by itself
+
+
+class RankProcess(NamedTuple):
+    """A process that computes a rank, and the way to it."""
+
+    rank: int
+    process: BaseProcess
+    connection: Connection
+
+    def tell(self, message: Any) -> None:
+        """Sends a message of plain values; raises `RankLostError`."""
+        self.send(msgpack.packb(message))
+
+    def send(self, encoded: bytes) -> None:
+        try:
+            self.connection.send_bytes(encoded)
+        except OSError as error:
+            raise self.lost() from error
+
+    def hear(self, timeout_s: float) -> Any:
+        """The next message; raises `RankLostError` when none comes in time."""
+        try:
+            if not self.connection.poll(timeout_s):
+                raise RankLostError(f"rank {self.rank} is not ready after {timeout_s:g} s; give it longer")
+            return msgpack.unpackb(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self.lost() from error
+
+    def lost(self) -> RankLostError:
+        """What to raise when the process has gone."""
+        self.process.join(_END_S)
+        return RankLostError(
+            f"the process of rank {self.rank} has ended with exit code {self.process.exitcode}; its last output says "
+            "why. Connect the worker anew"
+        )
+
+
+class Ranks:
+    """Ranks 1 and following, which compute all that rank 0 computes. Without any, nothing here does anything."""
+
+    def __init__(self, others: Sequence[RankProcess] = ()) -> None:
+        self._others = others
+        self._encoder = StepEncoder()
+
+    @contextlib.contextmanager
+    def computing(self, epoch: str, chunks: Items[Chunk]) -> Iterator[None]:
+        """Has the other ranks compute `chunks` on the pool of `epoch`, as the block does on rank 0.
+
+        Raises `RankLostError` when one of them has ended. NOTE: an error in the block ends all of them, since they may
+        wait for rank 0 in the middle of a step, and would go on waiting in the next.
+        """
+        if not self._others:
+            yield
+            return
+        encoded = self._encoder.encode(Step(epoch, list(chunks)))
+        try:
+            for other in self._others:
+                other.send(encoded)
+            yield
+        except BaseException as error:
+            lost = [other for other in self._others if self._has_ended(other)]
+            self.close()
+            if lost and not isinstance(error, RankLostError):
+                raise lost[0].lost() from error
+            raise
+
+    @staticmethod
+    def _has_ended(other: RankProcess) -> bool:
+        other.process.join(_END_S / 10)
+        return other.process.exitcode is not None
+
+    def close(self) -> None:
+        """Ends the other ranks: by themselves when they wait for a step, else at once."""
+        for other in self._others:
+            other.connection.close()
+        for other in self._others:
+            other.process.join(_END_S)
+            if other.process.exitcode is None:
+                other.process.kill()
+                other.process.join()
+
+
+NO_OTHER_RANKS = Ranks()
