@@ -89,8 +89,8 @@ class PrefixCache:
     ) -> None:
         self.identity = identity
         self.ranks = mover.ranks
-        device, host = self.ranks[0].device, self.ranks[0].host
-        self.index = PageIndex(identity.layout.page_size, device.num_pages, host.num_pages, LruPolicy())
+        num_device = self.ranks[0].device.num_pages
+        self.index = PageIndex(identity.layout.page_size, num_device, self._num_host_pages, LruPolicy())
         self.tokens_asked = 0
         self.tokens_found = TokensByTier()
         self._mover = mover
@@ -309,9 +309,18 @@ class PrefixCache:
             unstored += await self.writer.write_all(run, deadline)
         return Drained(num_pages - unstored, unstored)
 
+    @property
+    def _num_host_pages(self) -> int:
+        """That every rank has by now: host pools grow."""
+        return min(rank.host.ready_pages for rank in self.ranks)
+
     def sweep(self, now: float) -> None:
-        """Frees what has run out: quarantined pages and pins. Called every second or so."""
+        """Frees what has run out, quarantined pages and pins, and takes the host pages that are new.
+
+        Called every second or so.
+        """
         self.index.leases.sweep(now)
+        self.index.host.grow(self._num_host_pages)
 
     def _count(self, num_tokens: int, found: TokensByTier, left: TokensByTier) -> None:
         self.tokens_asked += num_tokens

@@ -68,9 +68,6 @@ class Promoter:
         self._mover = mover
         self._reclaimer = reclaimer
         self._page_size = identity.layout.page_size
-        # NOTE: Batches hold host slots while they wait for device slots, whose allocation needs host slots to spill to:
-        # together they must leave it enough.
-        self._max_batch = max(1, index.host.num_slots // _HOST_SHARE)
         self._turn = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._on_their_way: dict[bytes, asyncio.Event] = {}  # batches by the chain key of their first page
 
@@ -78,7 +75,10 @@ class Promoter:
         """Pages that a batch may have: those that move in a moment at the rate measured of late."""
         page_s = self._mover.seconds_for(route, 1)
         of_a_moment = int(_BATCH_S / page_s) if page_s else 0
-        return min(max(_MIN_BATCH_BYTES // self._identity.layout.page_bytes, of_a_moment, 1), self._max_batch)
+        # NOTE: Batches hold host slots while they wait for device slots, whose allocation needs host slots to spill to:
+        # together they must leave it enough.
+        most = max(1, self._index.host.num_slots // _HOST_SHARE)
+        return min(max(_MIN_BATCH_BYTES // self._identity.layout.page_bytes, of_a_moment, 1), most)
 
     async def count_in_redis(self, promotion: Promotion) -> None:
         """Adds the pages behind the known ones that Redis has to `promotion.num_known`."""

@@ -33,6 +33,18 @@ class SlotPool:
         # NOTE: The entry behind the last slot is `NO_SLOT`'s: always free, so it is refused like a free slot.
         self._holds = np.full(num_slots + 1, _FREE, dtype=np.int32)
 
+    def grow(self, num_slots: int) -> None:
+        """Adds free slots behind the last one, until there are `num_slots`."""
+        num_added = num_slots - self.num_slots
+        if num_added > 0:
+            stack = np.empty(num_slots, dtype=np.int32)
+            stack[: self.num_free] = self._stack[: self.num_free]
+            stack[self.num_free : self.num_free + num_added] = np.arange(num_slots - 1, self.num_slots - 1, -1)
+            self._stack = stack
+            self._holds = np.append(self._holds, np.full(num_added, _FREE, dtype=np.int32))
+            self.num_free += num_added
+            self.num_slots = num_slots
+
     @property
     def num_held(self) -> int:
         """Allocated slots that something holds."""

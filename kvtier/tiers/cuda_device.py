@@ -50,7 +50,9 @@ class CudaDevicePool:
         return self._pinning.pinned_bytes if self._pinning else 0
 
     def pin(self, host: HostPool) -> None:
-        self._pinning = Pinning(_CudaRegistrar(self._gpu), host.address, host.pages.nbytes, self._pin_chunk_bytes)
+        self._pinning = Pinning(
+            _CudaRegistrar(self._gpu), host.address, host.pages.nbytes, self._pin_chunk_bytes, lambda: host.ready_bytes
+        )
 
     def read_pages(self, slots: SlotArray, host: HostPool, host_slots: SlotArray) -> None:
         self._down.copy(

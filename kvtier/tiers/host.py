@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+
+from kvtier.errors import ConfigurationError
 from kvtier.tiers.shared_memory import ByteArray, SharedMemory
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 256 << 20
+_LOG_EVERY_S = 10.0
 
 
 class HostPool:
-    """`num_pages` page images. `pages` has shape (num_pages, page_bytes), uint8."""
+    """`num_pages` page images. `pages` has shape (num_pages, page_bytes), uint8.
 
-    def __init__(self, name: str, num_pages: int, page_bytes: int) -> None:
+    Its memory is taken in the background, which needs a second a gigabyte, so that nobody waits for all of it: the
+    first `ready_pages` may be used. Their number grows until it is `num_pages`; should the machine run out of memory
+    before, it stays where it is, and the log says so.
+
+    Raises `ConfigurationError` when the machine does not have the memory.
+    """
+
+    def __init__(self, name: str, num_pages: int, page_bytes: int, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self._shared = SharedMemory(name, num_pages * page_bytes)
+        self._chunk_bytes = chunk_bytes
+        num_bytes = num_pages * page_bytes
+        self._shared = SharedMemory(name, num_bytes, min(chunk_bytes, num_bytes))
         self.pages: ByteArray = self._shared.memory.reshape(num_pages, page_bytes)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._grow, name="kvtier-host-pool", daemon=True)
+        self._thread.start()
+
+    def _grow(self) -> None:
+        shared = self._shared
+        started = told = time.monotonic()
+        while shared.taken_bytes < shared.num_bytes and not self._is_closing.is_set():
+            try:
+                shared.take(min(shared.taken_bytes + self._chunk_bytes, shared.num_bytes))
+            except ConfigurationError as error:
+                _log.warning("the host pool stays at %d of %d bytes: %s", shared.taken_bytes, shared.num_bytes, error)
+                return
+            now = time.monotonic()
+            if now - told >= _LOG_EVERY_S or shared.taken_bytes == shared.num_bytes:
+                told = now
+                _log.info(
+                    "took %d of %d bytes of host memory in %.1f s", shared.taken_bytes, shared.num_bytes, now - started
+                )
+
+    @property
+    def ready_bytes(self) -> int:
+        """The first so many bytes may be used."""
+        return self._shared.taken_bytes
+
+    @property
+    def ready_pages(self) -> int:
+        """The first so many pages may be used."""
+        return self.ready_bytes // self.page_bytes
 
     @property
     def address(self) -> int:
@@ -25,4 +73,6 @@ class HostPool:
 
     def close(self) -> None:
         """Gives the memory back."""
+        self._is_closing.set()
+        self._thread.join()
         self._shared.close()

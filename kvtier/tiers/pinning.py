@@ -7,8 +7,10 @@ copies first, or afterwards. Pinning takes the machine 50 ms a gigabyte and more
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from kvtier.errors import GpuError
@@ -16,6 +18,7 @@ from kvtier.errors import GpuError
 _log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
+_POLL_S = 0.05
 
 
 class Registrar(Protocol):
@@ -31,15 +34,24 @@ class Registrar(Protocol):
 class Pinning:
     """Pins `num_bytes` from `address` on, in chunks of `chunk_bytes`, from the first to the last.
 
-    After each chunk it rests for as long as that took: while the machine pins, other threads wait for new memory.
-    When a chunk cannot be pinned, it and those behind it stay as they are: the log says why.
+    `ready_bytes` tells how many of them may be touched by now. After each chunk it rests for as long as that took: while
+    the machine pins, other threads wait for new memory. When a chunk cannot be pinned, it and those behind it stay as
+    they are: the log says why.
     """
 
-    def __init__(self, registrar: Registrar, address: int, num_bytes: int, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        registrar: Registrar,
+        address: int,
+        num_bytes: int,
+        chunk_bytes: int,
+        ready_bytes: Callable[[], int] = lambda: sys.maxsize,
+    ) -> None:
         self._registrar = registrar
         self._address = address
         self._num_bytes = num_bytes
         self._chunk_bytes = chunk_bytes
+        self._ready_bytes = ready_bytes
         self._is_closing = threading.Event()
         self.pinned_bytes = 0  # NOTE: always a whole number of chunks, or all; grows until it is closed
         self._thread = threading.Thread(target=self._run, name="kvtier-pin", daemon=True)
@@ -49,6 +61,9 @@ class Pinning:
         started = told = time.monotonic()
         while self.pinned_bytes < self._num_bytes and not self._is_closing.is_set():
             chunk = min(self._chunk_bytes, self._num_bytes - self.pinned_bytes)
+            if self._ready_bytes() < self.pinned_bytes + chunk:
+                self._is_closing.wait(_POLL_S)
+                continue
             began = time.monotonic()
             try:
                 self._registrar.register(self._address + self.pinned_bytes, chunk)

@@ -19,29 +19,53 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class SharedMemory:
-    """`num_bytes` of zeroed shared memory under a name, open to this user alone. `close` removes the name."""
+    """`num_bytes` of zeroed shared memory under a name, open to this user alone. `close` removes the name.
 
-    def __init__(self, name: str, num_bytes: int) -> None:
+    NOTE: only what was taken may be touched: a file that only has a length kills whoever touches a part of it for which
+    there is no memory.
+
+    Args:
+        taken_bytes: what is taken now, the first so many bytes; all when it is not given. Takes a second a gigabyte.
+
+    Raises `ConfigurationError` when the machine does not have `num_bytes`.
+    """
+
+    def __init__(self, name: str, num_bytes: int, taken_bytes: int | None = None) -> None:
         self.path = _ROOT / name
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self.num_bytes = num_bytes
+        self.taken_bytes = 0
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # Takes the memory now: a file that only has a length kills whoever touches a page that does not fit.
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            self._map = mmap.mmap(descriptor, num_bytes)
-        except OSError as error:
-            self.path.unlink()
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise ConfigurationError(
-                    f"{num_bytes:,} bytes of shared memory do not fit: {_ROOT} has {free_bytes():,} free; make the "
-                    f"pools smaller, or {_ROOT} larger (docker: --shm-size)"
-                ) from error
+            if free_bytes() < num_bytes:
+                raise self._does_not_fit()
+            os.ftruncate(self._descriptor, num_bytes)
+            self.take(num_bytes if taken_bytes is None else taken_bytes)
+            self._map = mmap.mmap(self._descriptor, num_bytes)
+        except BaseException:
+            self.close()
             raise
-        finally:
-            os.close(descriptor)
         self.memory: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+
+    def take(self, taken_bytes: int) -> None:
+        """Takes the memory of the first so many bytes; raises `ConfigurationError` when it is not there."""
+        if taken_bytes > self.taken_bytes:
+            try:
+                os.posix_fallocate(self._descriptor, self.taken_bytes, taken_bytes - self.taken_bytes)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                    raise self._does_not_fit() from error
+                raise
+            self.taken_bytes = taken_bytes
+
+    def _does_not_fit(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.num_bytes:,} bytes of shared memory do not fit: {_ROOT} has {free_bytes():,} free; make the pools "
+            f"smaller, or {_ROOT} larger (docker: --shm-size)"
+        )
 
     def close(self) -> None:
         """Removes the name. The memory itself goes when the last process that mapped it does."""
+        os.close(self._descriptor)
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 

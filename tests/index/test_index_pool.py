@@ -90,3 +90,19 @@ def test_slot_arrays_are_flat_int32() -> None:
     slots = slot_array([[3, 1], [2, 0]])
     assert (slots.tolist(), slots.dtype) == ([3, 1, 2, 0], np.dtype(np.int32))
     assert slot_array([]).shape == (0,)
+
+
+def test_a_pool_grows_with_all_that_it_has_in_place() -> None:
+    pool = SlotPool(4)
+    held = pool.allocate(2)
+    pool.hold(held)
+    pool.grow(4)
+    assert (pool.num_slots, pool.num_free) == (4, 2)
+    pool.grow(9)
+    assert (pool.num_slots, pool.num_free, pool.num_held) == (9, 7, 2)
+    pool.check_integrity()
+    with pytest.raises(ValueError, match="are free and cannot be held"):
+        pool.hold(np.array([NO_SLOT]))
+    others = pool.allocate(7)
+    assert sorted([*held, *others]) == list(range(9))
+    pool.check_integrity()

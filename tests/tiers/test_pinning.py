@@ -51,6 +51,22 @@ def test_memory_is_pinned_chunk_by_chunk_and_given_back(caplog: pytest.LogCaptur
     assert pinning.pinned_bytes == 0
 
 
+def test_only_what_is_ready_is_pinned() -> None:
+    registrar, ready = CountingRegistrar(), [CHUNK]
+    registrar.permits.release(8)
+    pinning = Pinning(registrar, ADDRESS, 3 * CHUNK, CHUNK, lambda: ready[0])
+    assert registrar.began.acquire(timeout=10)
+    assert not registrar.began.acquire(timeout=0.2)
+    assert pinning.pinned_bytes == CHUNK
+    ready[0] = 3 * CHUNK
+    pinning.wait()
+    assert pinning.pinned_bytes == 3 * CHUNK
+    pinning.close()
+    waiting = Pinning(registrar, ADDRESS, 3 * CHUNK, CHUNK, lambda: 0)
+    waiting.close()
+    assert registrar.pinned == {}
+
+
 def test_it_ends_with_the_chunk_under_way_when_it_is_closed() -> None:
     registrar = CountingRegistrar()
     pinning = Pinning(registrar, ADDRESS, 8 * CHUNK, CHUNK)
