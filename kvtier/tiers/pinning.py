@@ -34,9 +34,9 @@ class Registrar(Protocol):
 class Pinning:
     """Pins `num_bytes` from `address` on, in chunks of `chunk_bytes`, from the first to the last.
 
-    `ready_bytes` tells how many of them may be touched by now. After each chunk it rests for as long as that took: while
-    the machine pins, other threads wait for new memory. When a chunk cannot be pinned, it and those behind it stay as
-    they are: the log says why.
+    `ready_bytes` tells how many of them may be touched by now. After each chunk it rests for as long as that took:
+    while the machine pins, other threads wait for new memory. When a chunk cannot be pinned, it and those behind it
+    stay as they are: the log says why.
     """
 
     def __init__(

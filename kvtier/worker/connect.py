@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed
 
 from kvtier.client import connect
@@ -16,9 +17,9 @@ from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker.engine import Worker
 from kvtier.worker.follower import LoadModel, Settings, attach, follow, joined
-from kvtier.worker.model import WorkerModel
+from kvtier.worker.model import WorkerModel, device_uuids
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
-from kvtier.worker.ranks import RankProcess, Ranks
+from kvtier.worker.ranks import LOADED, READY, RankProcess, Ranks
 from kvtier.worker.shard import shard_model
 
 
@@ -40,8 +41,7 @@ def connect_worker(
     model's.
     """
     identity = model.identity(page_format, page_size, options.prefill_attends, options.open_page, recipe)
-    device_uuids = [model.device_uuid] if model.device_uuid else []
-    with connect(address, identity, device_uuids=device_uuids, timeout_s=timeout_s) as session:
+    with connect(address, identity, device_uuids=device_uuids([model.device]), timeout_s=timeout_s) as session:
         yield Worker(session, model, identity.layout, options, recipe)
 
 
@@ -64,8 +64,8 @@ def connect_tensor_parallel(
     usual `if __name__ == "__main__"`. All of them end with the `with` block.
 
     Args:
-        load: gives the whole model on a device; called in every process, so it is a function of a module or a `partial`
-            of one, such as `partial(load_model, path)`.
+        load: gives the whole model on the CPU, in the dtype of the arithmetic. It is called in every process, so it is
+            a function of a module or a `partial` of one, such as `partial(load_model, path, dtype=torch.bfloat16)`.
         devices: of the ranks, such as "cuda:0" and "cuda:1".
         load_timeout_s: how long the other ranks may take until they are ready.
         step_timeout_s: how long ranks wait for each other within a step.
@@ -79,7 +79,7 @@ def connect_tensor_parallel(
         settings = Settings(
             address,
             load,
-            tuple(devices),
+            tuple(map(torch.device, devices)),
             page_format,
             page_size,
             options,
@@ -91,16 +91,14 @@ def connect_tensor_parallel(
         others = [_start(settings, rank) for rank in range(1, len(devices))]
         ranks = Ranks(others)
         stack.callback(ranks.close)
-        model = load(devices[0])
-        device_uuids = [model.device_uuid, *(other.hear(load_timeout_s) for other in others)]
-        device_uuids = device_uuids if all(device_uuids) else []
+        model = load()
         for other in others:
-            other.tell(device_uuids)
+            other.wait(LOADED, load_timeout_s)
         stack.enter_context(joined(settings, 0))
-        model = shard_model(model)
-        session = stack.enter_context(attach(settings, model, device_uuids))
+        model = shard_model(model, settings.devices[0])
+        session = stack.enter_context(attach(settings, model))
         for other in others:
-            other.hear(load_timeout_s)
+            other.wait(READY, load_timeout_s)
         # The others go first: they wait for steps, and rank 0 has to leave the group with them.
         stack.callback(ranks.close)
         yield Worker(session, model, session.identity.layout, options, recipe, ranks)

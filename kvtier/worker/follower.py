@@ -10,7 +10,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import msgpack
 import torch
 import torch.distributed
 
@@ -18,8 +17,9 @@ from kvtier.client import PoolMapping, Session, connect
 from kvtier.errors import SessionLostError
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import Recipe
-from kvtier.worker.model import WorkerModel
+from kvtier.worker.model import WorkerModel, device_uuids
 from kvtier.worker.options import WorkerOptions
+from kvtier.worker.ranks import LOADED, READY
 from kvtier.worker.shard import shard_model
 from kvtier.worker.step import StepRunner, StepRunners
 from kvtier.worker.step_messages import StepDecoder
@@ -27,8 +27,8 @@ from kvtier.worker.step_messages import StepDecoder
 _POLL_S = 0.01
 _LET_GO_S = 1.0  # without a step; by then rank 0 knows as well that the session is lost, and sends none
 
-LoadModel = Callable[[str], WorkerModel]
-"""Gives the whole model on a device. It goes to other processes: a function of a module, or a `partial` of one."""
+LoadModel = Callable[[], WorkerModel]
+"""Gives the whole model on the CPU. It goes to other processes: a function of a module, or a `partial` of one."""
 
 
 class Settings(NamedTuple):
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
     address: str
     load: LoadModel
-    devices: tuple[str, ...]
+    devices: tuple[torch.device, ...]
     page_format: PageFormat
     page_size: int
     options: WorkerOptions
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 @contextlib.contextmanager
 def joined(settings: Settings, rank: int) -> Any:
     """Makes this process `rank` of the group, for the time of a block."""
-    device = torch.device(settings.devices[rank])
+    device = settings.devices[rank]
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where torch's collectives look for it
     torch.distributed.init_process_group(
@@ -71,26 +71,26 @@ def joined(settings: Settings, rank: int) -> Any:
         torch.distributed.destroy_process_group()
 
 
-def attach(settings: Settings, model: WorkerModel, device_uuids: list[str]) -> Session:
+def attach(settings: Settings, model: WorkerModel) -> Session:
     """A session for the part of the model that this rank computes."""
     options = settings.options
     identity = model.identity(
         settings.page_format, settings.page_size, options.prefill_attends, options.open_page, settings.recipe
     )
-    return connect(settings.address, identity, device_uuids=device_uuids, timeout_s=settings.timeout_s)
+    uuids = device_uuids(settings.devices)
+    return connect(settings.address, identity, device_uuids=uuids, timeout_s=settings.timeout_s)
 
 
 def follow(connection: Connection, settings: Settings, rank: int) -> None:
     """Runs until rank 0 closes its end of `connection`. The main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and decides
     with contextlib.suppress(EOFError, ConnectionError):
-        model = settings.load(settings.devices[rank])
-        connection.send_bytes(msgpack.packb(model.device_uuid))
-        device_uuids = msgpack.unpackb(connection.recv_bytes())
+        model = settings.load()
+        connection.send_bytes(LOADED)
         with joined(settings, rank):
-            model = shard_model(model)
-            with attach(settings, model, device_uuids) as session:
-                connection.send_bytes(msgpack.packb(session.epoch))
+            model = shard_model(model, settings.devices[rank])
+            with attach(settings, model) as session:
+                connection.send_bytes(READY)
                 _Follower(session, model, settings).run(connection)
 
 

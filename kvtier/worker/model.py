@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,15 +45,6 @@ class WorkerModel:
     def device(self) -> torch.device:
         """Where the weights are; the pool must be there too."""
         return self.module.device
-
-    @property
-    def device_uuid(self) -> str:
-        """Of its GPU, as nvidia-smi prints it; empty on the CPU."""
-        if self.device.type == "cpu":
-            return ""
-        from kvtier.cuda_driver import gpus
-
-        return gpus()[self.device.index].uuid
 
     def wait(self) -> None:
         """Returns when nothing runs any more that was launched on its device."""
@@ -110,6 +102,15 @@ class WorkerModel:
             rank=self.rank,
             world_size=self.world_size,
         )
+
+
+def device_uuids(devices: Sequence[torch.device]) -> list[str]:
+    """The GPUs, as nvidia-smi prints them; none when the devices are CPUs."""
+    if any(device.type == "cpu" for device in devices):
+        return []
+    from kvtier.cuda_driver import gpus
+
+    return [gpus()[device.index or 0].uuid for device in devices]
 
 
 def load_model(

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Sequence as Items
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
-
-import msgpack
+from typing import NamedTuple
 
 from kvtier.errors import RankLostError
 from kvtier.worker.chunk import Chunk
 from kvtier.worker.step_messages import Step, StepEncoder
+
+LOADED, READY = b"loaded", b"ready"
+"""What a rank says while it starts: that it has its model, and that it waits for steps."""
 
 _END_S = 5.0  # for a process to end by itself
 
@@ -25,22 +26,19 @@ class RankProcess(NamedTuple):
     process: BaseProcess
     connection: Connection
 
-    def tell(self, message: Any) -> None:
-        """Sends a message of plain values; raises `RankLostError`."""
-        self.send(msgpack.packb(message))
-
-    def send(self, encoded: bytes) -> None:
+    def send(self, encoded_step: bytes) -> None:
+        """Has it compute a step; raises `RankLostError`."""
         try:
-            self.connection.send_bytes(encoded)
+            self.connection.send_bytes(encoded_step)
         except OSError as error:
             raise self.lost() from error
 
-    def hear(self, timeout_s: float) -> Any:
-        """The next message; raises `RankLostError` when none comes in time."""
+    def wait(self, message: bytes, timeout_s: float) -> None:
+        """Returns when it says that it has come so far; raises `RankLostError` when it does not in time."""
         try:
             if not self.connection.poll(timeout_s):
-                raise RankLostError(f"rank {self.rank} is not ready after {timeout_s:g} s; give it longer")
-            return msgpack.unpackb(self.connection.recv_bytes())
+                raise RankLostError(f"rank {self.rank} is not {message.decode()} after {timeout_s:g} s")
+            assert self.connection.recv_bytes() == message
         except (EOFError, OSError) as error:
             raise self.lost() from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -27,11 +28,12 @@ _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce"})
 """What every rank keeps whole: embeddings are little work, and norms of single heads are the same for all."""
 
 
-def shard_model(model: WorkerModel) -> WorkerModel:
-    """This rank's part of `model`, whose weights it takes apart.
+def shard_model(model: WorkerModel, device: torch.device) -> WorkerModel:
+    """This rank's part of `model`, on `device`; takes the model apart.
 
-    All ranks of torch's default process group call it together, each with the whole model; then they compute every
-    batch together. Raises `InvalidRequestError` when the model cannot be split among so many.
+    All ranks of torch's default process group call it together, each with the whole model, which need not fit on their
+    devices; then they compute every batch together. Raises `InvalidRequestError` when the model cannot be split among
+    so many.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     config = model.module.config.get_text_config()
@@ -40,10 +42,11 @@ def shard_model(model: WorkerModel) -> WorkerModel:
         raise InvalidRequestError(
             f"{model.name} has {heads[0]} query and {heads[1]} KV heads, which {world_size} ranks cannot share equally"
         )
-    mesh = init_device_mesh(model.device.type, (world_size,))
+    mesh = init_device_mesh(device.type, (world_size,))
     for name, style in _plan_of(model).items():
         # Each rank has loaded the same weights: nothing needs to be sent.
         parallelize_module(model.module, mesh, {name: style}, src_data_rank=None)
+    torch.nn.Module.to(model.module, device)
     return dataclasses.replace(model, geometry=inspect_model(model.module), rank=rank, world_size=world_size)
 
 

@@ -33,9 +33,9 @@ REQUESTS = [Request("ranks", random_tokens(150, seed), 40) for seed in range(6)]
 NUM_PAGES = 24
 
 
-def load_small(device: str) -> WorkerModel:
+def load_small() -> WorkerModel:
     """A model of its own, since it is taken apart."""
-    return small_model.__wrapped__("llama", torch.device(device), torch.bfloat16)
+    return small_model.__wrapped__("llama", torch.device("cpu"), torch.bfloat16)
 
 
 def recipe() -> Recipe:
@@ -91,11 +91,10 @@ def test_two_gpus_reply_as_one_does(directory: Path) -> None:
         together = worker.run(REQUESTS)
     alone_directory = directory / "alone"
     options = WorkerOptions(prefill_attends=PrefillAttends.QUANTIZED, max_sequences=8)
+    model = small_model("llama", torch.device("cuda", 0), torch.bfloat16)
     with (
         daemon_with(alone_directory, 512) as process,
-        connect_worker(
-            process.address, load_small("cuda:0"), PageFormat.NVFP4, PAGE_SIZE, options, recipe=recipe()
-        ) as worker,
+        connect_worker(process.address, model, PageFormat.NVFP4, PAGE_SIZE, options, recipe=recipe()) as worker,
     ):
         alone = worker.run(REQUESTS)
     # Ranks sum in another order than one GPU: in BF16 a token that is close to another may differ, and all behind it.

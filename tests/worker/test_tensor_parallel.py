@@ -28,16 +28,16 @@ WORLD_SIZE = 2
 REQUESTS = [Request("ranks", random_tokens(75, seed), 10) for seed in range(6)]  # 85 tokens: six pages
 
 
-def load_tiny(architecture: str, device: str) -> WorkerModel:
+def load_tiny(architecture: str) -> WorkerModel:
     """A model of its own, since it is taken apart."""
     torch.set_num_threads(1)
     return tiny_model.__wrapped__(architecture)
 
 
-def load_in_rank_0(device: str) -> WorkerModel:
+def load_in_rank_0() -> WorkerModel:
     if multiprocessing.parent_process() is not None:
         raise InvalidRequestError("this rank has no model")
-    return load_tiny("llama", device)
+    return load_tiny("llama")
 
 
 @contextmanager
