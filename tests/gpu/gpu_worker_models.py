@@ -180,6 +180,15 @@ def generate(runner: StepRunner, prompt: Sequence[int], num_tokens: int) -> list
     return tokens[len(prompt) :]
 
 
+def choose_behind(runner: StepRunner, prompt: Sequence[int], reply: Sequence[int]) -> list[int]:
+    """What would follow the prompt, and each token of `reply` but the last, whatever was chosen before."""
+    pages = list(range(-(-(len(prompt) + len(reply)) // PAGE_SIZE)))
+    chunks = [Chunk(prompt, 0, pages, 0)]
+    chunks += [Chunk([token], len(prompt) + index, pages, 0) for index, token in enumerate(reply[:-1])]
+    outputs = (runner.run([chunk]) for chunk in chunks)
+    return [int(output.likeliest[output.rows[0]]) for output in outputs]
+
+
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
