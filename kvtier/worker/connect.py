@@ -16,7 +16,8 @@ from kvtier.errors import InvalidRequestError
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker.engine import Worker
-from kvtier.worker.follower import LoadModel, Settings, attach, follow, joined
+from kvtier.worker.follower import follow
+from kvtier.worker.group import GroupSettings, LoadModel, attach, joined
 from kvtier.worker.model import WorkerModel, device_uuids
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
 from kvtier.worker.ranks import LOADED, READY, RankProcess, Ranks
@@ -76,7 +77,7 @@ def connect_tensor_parallel(
         raise InvalidRequestError("torch.distributed is in use in this process; connect from a process of its own")
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-ranks-"))
-        settings = Settings(
+        settings = GroupSettings(
             address,
             load,
             tuple(map(torch.device, devices)),
@@ -104,7 +105,7 @@ def connect_tensor_parallel(
         yield Worker(session, model, session.identity.layout, options, recipe, ranks)
 
 
-def _start(settings: Settings, rank: int) -> RankProcess:
+def _start(settings: GroupSettings, rank: int) -> RankProcess:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=follow, args=(theirs, settings, rank), name=f"kvtier-rank-{rank}", daemon=True)

@@ -5,20 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
 
-import torch
-import torch.distributed
-
-from kvtier.client import PoolMapping, Session, connect
+from kvtier.client import PoolMapping, Session
 from kvtier.errors import SessionLostError
-from kvtier.pages.layout import PageFormat
-from kvtier.pages.recipe import Recipe
-from kvtier.worker.model import WorkerModel, device_uuids
-from kvtier.worker.options import WorkerOptions
+from kvtier.worker.group import GroupSettings, attach, joined
+from kvtier.worker.model import WorkerModel
 from kvtier.worker.ranks import LOADED, READY
 from kvtier.worker.shard import shard_model
 from kvtier.worker.step import StepRunner, StepRunners
@@ -27,61 +19,8 @@ from kvtier.worker.step_messages import StepDecoder
 _POLL_S = 0.01
 _LET_GO_S = 1.0  # without a step; by then rank 0 knows as well that the session is lost, and sends none
 
-LoadModel = Callable[[], WorkerModel]
-"""Gives the whole model on the CPU. It goes to other processes: a function of a module, or a `partial` of one."""
 
-
-class Settings(NamedTuple):
-    """What all ranks of a worker agree on.
-
-    Attributes:
-        rendezvous: a file that is not there yet, in which the ranks find each other.
-        step_timeout_s: how long ranks wait for each other within a step.
-        timeout_s: deadline of every call to the daemon.
-    """
-
-    address: str
-    load: LoadModel
-    devices: tuple[torch.device, ...]
-    page_format: PageFormat
-    page_size: int
-    options: WorkerOptions
-    recipe: Recipe
-    rendezvous: str
-    step_timeout_s: float
-    timeout_s: float
-
-
-@contextlib.contextmanager
-def joined(settings: Settings, rank: int) -> Any:
-    """Makes this process `rank` of the group, for the time of a block."""
-    device = settings.devices[rank]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # where torch's collectives look for it
-    torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{settings.rendezvous}",
-        rank=rank,
-        world_size=len(settings.devices),
-        timeout=timedelta(seconds=settings.step_timeout_s),
-    )
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def attach(settings: Settings, model: WorkerModel) -> Session:
-    """A session for the part of the model that this rank computes."""
-    options = settings.options
-    identity = model.identity(
-        settings.page_format, settings.page_size, options.prefill_attends, options.open_page, settings.recipe
-    )
-    uuids = device_uuids(settings.devices)
-    return connect(settings.address, identity, device_uuids=uuids, timeout_s=settings.timeout_s)
-
-
-def follow(connection: Connection, settings: Settings, rank: int) -> None:
+def follow(connection: Connection, settings: GroupSettings, rank: int) -> None:
     """Runs until rank 0 closes its end of `connection`. The main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and decides
     with contextlib.suppress(EOFError, ConnectionError):
@@ -95,7 +34,7 @@ def follow(connection: Connection, settings: Settings, rank: int) -> None:
 
 
 class _Follower:
-    def __init__(self, session: Session, model: WorkerModel, settings: Settings) -> None:
+    def __init__(self, session: Session, model: WorkerModel, settings: GroupSettings) -> None:
         self._session = session
         self._timeout_s = settings.timeout_s
         self._runners = StepRunners(model, session.identity.layout, settings.options, settings.recipe)
