@@ -92,14 +92,15 @@ def connect_tensor_parallel(
         others = [_start(settings, rank) for rank in range(1, len(devices))]
         ranks = Ranks(others)
         stack.callback(ranks.close)
-        model = load()
-        for other in others:
-            other.wait(LOADED, load_timeout_s)
-        stack.enter_context(joined(settings, 0))
-        model = shard_model(model, settings.devices[0])
-        session = stack.enter_context(attach(settings, model))
-        for other in others:
-            other.wait(READY, load_timeout_s)
+        with ranks.together():
+            model = load()
+            for other in others:
+                other.wait(LOADED, load_timeout_s)
+            stack.enter_context(joined(settings, 0))
+            model = shard_model(model, settings.devices[0])
+            session = stack.enter_context(attach(settings, model))
+            for other in others:
+                other.wait(READY, load_timeout_s)
         # The others go first: they wait for steps, and rank 0 has to leave the group with them.
         stack.callback(ranks.close)
         yield Worker(session, model, session.identity.layout, options, recipe, ranks)

@@ -17,6 +17,7 @@ LOADED, READY = b"loaded", b"ready"
 """What a rank says while it starts: that it has its model, and that it waits for steps."""
 
 _END_S = 5.0  # for a process to end by itself
+_MOMENT_S = 0.5
 
 
 class RankProcess(NamedTuple):
@@ -42,6 +43,12 @@ class RankProcess(NamedTuple):
         except (EOFError, OSError) as error:
             raise self.lost() from error
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, or does so in a moment."""
+        self.process.join(_MOMENT_S)
+        return self.process.exitcode is not None
+
     def lost(self) -> RankLostError:
         """What to raise when the process has gone."""
         self.process.join(_END_S)
@@ -60,30 +67,31 @@ class Ranks:
 
     @contextlib.contextmanager
     def computing(self, epoch: str, chunks: Items[Chunk]) -> Iterator[None]:
-        """Has the other ranks compute `chunks` on the pool of `epoch`, as the block does on rank 0.
-
-        Raises `RankLostError` when one of them has ended. NOTE: an error in the block ends all of them, since they may
-        wait for rank 0 in the middle of a step, and would go on waiting in the next.
-        """
+        """Has the other ranks compute `chunks` on the pool of `epoch`, as the block does on rank 0; see `together`."""
         if not self._others:
             yield
             return
         encoded = self._encoder.encode(Step(epoch, list(chunks)))
-        try:
+        with self.together():
             for other in self._others:
                 other.send(encoded)
             yield
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """For what all ranks do together.
+
+        Raises `RankLostError` when one of the others has ended. NOTE: an error in the block ends all of them, since
+        they may wait for rank 0 in the middle of it, and would take what it does next for the rest.
+        """
+        try:
+            yield
         except BaseException as error:
-            lost = [other for other in self._others if self._has_ended(other)]
+            lost = [other for other in self._others if other.has_ended]
             self.close()
             if lost and not isinstance(error, RankLostError):
                 raise lost[0].lost() from error
             raise
-
-    @staticmethod
-    def _has_ended(other: RankProcess) -> bool:
-        other.process.join(_END_S / 10)
-        return other.process.exitcode is not None
 
     def close(self) -> None:
         """Ends the other ranks: by themselves when they wait for a step, else at once."""
