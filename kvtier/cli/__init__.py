@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from kvtier.cli import bench, models, operate, serve
+from kvtier.cli import bench, models, operate, replay, serve
 from kvtier.errors import KvtierError
 from kvtier.memory import keep_freed_memory
 
@@ -23,7 +23,7 @@ app.command("stop-redis")(operate.stop_redis)
 for command in (operate.doctor, models.demo, models.calibrate):
     app.command()(command)
 app.command("eval")(models.evaluate_model)
-app.command("replay")(models.replay_trace)
+app.command("replay")(replay.replay_trace)
 app.add_typer(bench.app, name="bench")
 app.command()(operate.version)
 

@@ -38,3 +38,10 @@ class EndlessCache:
     def add(self, prefixes: list[int]) -> None:
         """Remembers a prompt."""
         self._known.update(prefixes)
+
+    def find_and_add(self, tokens: Tokens) -> int:
+        """Tokens of the longest known prefix of a prompt, which is known from now on."""
+        prefixes = self.prefixes(tokens)
+        found = self.find(prefixes)
+        self.add(prefixes)
+        return found

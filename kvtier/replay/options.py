@@ -1,4 +1,4 @@
-"""What a replay is asked to do: the load, the memory of the modelled machine, and its speed."""
+"""What a replay is asked to do: the load, the memory for pages, and the speed of a modelled machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import TypeVar
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvtier.errors import InvalidRequestError
-from kvtier.pages.layout import PageFormat
-from kvtier.replay.geometry import LLAMA_3_1_8B, Geometry
+from kvtier.pages.layout import PageFormat, PageLayout
 from kvtier.results import TokensByTier
 
 T = TypeVar("T")
@@ -36,7 +35,11 @@ class Workload:
         num_sessions: the first so many are replayed.
         concurrencies: how many sessions are open at a time, one replay each.
         think_time_scale: recorded think times are multiplied by it.
-        start_interval_s: virtual time between the starts of the first sessions, which would all come at once otherwise.
+        start_interval_s: between the starts of the first sessions, which would all come at once otherwise.
+        keep_every: every so many tokens of prompts and replies one is kept, for a model with a small context. What two
+            prompts have in common shrinks as they do.
+        duration_s: seconds, by the clock of this machine, for which the sessions are begun again and again, in every
+            round with other tokens; None replays each once.
     """
 
     trace: Path
@@ -44,6 +47,8 @@ class Workload:
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     think_time_scale: float = 1.0
     start_interval_s: float = 10.0
+    keep_every: int = 1
+    duration_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,23 +57,19 @@ class Memory:
 
     Args:
         formats: one replay each, with the same bytes.
-        geometry: of the modelled model.
-        page_size: tokens of a page.
-        device_bytes, host_bytes: pools, in bytes of the modelled machine.
+        device_bytes, host_bytes: pools, in bytes of the model's pages.
         redis: none, embedded, or a URL; not limited in size.
     """
 
     formats: tuple[PageFormat, ...] = (PageFormat.NVFP4,)
-    geometry: Geometry = LLAMA_3_1_8B
-    page_size: int = 64
     device_bytes: int = 80 * 10**9
     host_bytes: int = 256 * 10**9
     redis: str = RedisChoice.NONE
 
-    def check_pools(self) -> None:
-        """Raises `InvalidRequestError` where the pools of a daemon would be too small."""
+    def check_pools(self, layout_of: Callable[[PageFormat], PageLayout]) -> None:
+        """Raises `InvalidRequestError` where the pools of a daemon would be too small for pages of a model."""
         for page_format in self.formats:
-            page_bytes = self.geometry.layout(page_format, self.page_size).page_bytes
+            page_bytes = layout_of(page_format).page_bytes
             for name, num_bytes in (("device", self.device_bytes), ("host", self.host_bytes)):
                 if num_bytes // page_bytes < _MIN_PAGES:
                     raise InvalidRequestError(
@@ -132,14 +133,13 @@ class ReplayOptions:
     """Everything together.
 
     Args:
-        workload, memory, rates: what is modelled.
+        workload, memory: who asks for what, and what pages are kept in.
         address: of a running daemon, whose own pools are used then; None starts one for each configuration.
         metrics: HOST:PORT of that daemon's metrics; without, bytes moved and evictions are not reported.
     """
 
     workload: Workload
     memory: Memory = Memory()
-    rates: Rates = Rates()
     address: str | None = None
     metrics: str | None = None
 

@@ -1,7 +1,7 @@
 """Token ids for traces that have none: from hashes of blocks, and from text.
 
 What a trace says is equal gets equal tokens, and what it does not say is equal gets different ones. Ids are 30 bits of
-a hash and no words of any vocabulary; the cache only ever compares them.
+a hash and no words of any vocabulary; the cache only ever compares them. A real model gets them folded into its own.
 """
 
 from __future__ import annotations
@@ -51,3 +51,8 @@ def text_tokens(text: str) -> Tokens:
     """A token for each piece of at most six letters or digits, and for each other mark. No tokenizer of any model."""
     pieces = _PIECE.findall(text)
     return np.array([crc32(piece.encode()) % VOCAB_SIZE for piece in pieces], dtype=np.uint32)
+
+
+def fold(tokens: Tokens, vocab_size: int) -> Tokens:
+    """Tokens of a vocabulary of `vocab_size`: equal ones stay equal, and different pages differ all but certainly."""
+    return tokens % np.uint32(vocab_size)

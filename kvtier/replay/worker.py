@@ -16,11 +16,12 @@ _PROMOTION_WAIT_S = 60.0
 class Grant(NamedTuple):
     """A lease for a request, with pages for all of its prompt and its reply.
 
-    `prefixes` are hashes of the prompt's whole pages, `findable_tokens` what a cache without end would have found.
+    `prefixes` are hashes of the prompt's whole pages for the `endless` cache, which would have found `findable_tokens`.
     """
 
     request: Request
     lease: AsyncLease
+    endless: EndlessCache
     prefixes: list[int]
     findable_tokens: int
 
@@ -32,10 +33,9 @@ class ReplayWorker:
         self._session = session
         self._namespace = namespace
         self._page_size = session.identity.layout.page_size
-        self._endless = EndlessCache(self._page_size)
         self._num_leases = 0
 
-    async def lease(self, request: Request) -> Grant | None:
+    async def lease(self, request: Request, endless: EndlessCache) -> Grant | None:
         """What is cached of a prompt, and pages for the rest and for the reply.
 
         None when other requests hold too many pages, so that it is worth asking again when one of them has ended.
@@ -58,8 +58,8 @@ class ReplayWorker:
                 raise
             return None
         self._num_leases += 1
-        prefixes = self._endless.prefixes(request.prompt)
-        return Grant(request, lease, prefixes, self._endless.find(prefixes[: known.size // self._page_size]))
+        prefixes = endless.prefixes(request.prompt)
+        return Grant(request, lease, endless, prefixes, endless.find(prefixes[: known.size // self._page_size]))
 
     async def commit(self, grant: Grant) -> None:
         """Publishes the whole pages of a prompt that were computed. Their bytes are left as they are."""
@@ -68,7 +68,7 @@ class ReplayWorker:
         if end > first:
             tokens = prompt[first * self._page_size : end * self._page_size].astype("<u4").tobytes()
             await lease.commit(tokens, lease.reserved_pages[: end - first])
-        self._endless.add(grant.prefixes)
+        grant.endless.add(grant.prefixes)
 
     async def release(self, grant: Grant) -> None:
         """Ends a lease."""

@@ -56,6 +56,7 @@ class RequestStatistics(NamedTuple):
     Attributes:
         prompt_tokens: tokens of the prompt.
         found: tokens of its prefix that the cache had when the request first got a lease, by tier.
+        left: tokens behind them that lower tiers had too, and that did not come up for that lease.
         computed_tokens: tokens of the prompt whose K and V were computed; a restart counts them again.
         time_to_first_token_s: from submitting to the first token, queueing included; 0 when there was none.
         decode_s: from the first token to the last.
@@ -64,6 +65,7 @@ class RequestStatistics(NamedTuple):
 
     prompt_tokens: int
     found: TokensByTier
+    left: TokensByTier
     computed_tokens: int
     time_to_first_token_s: float
     decode_s: float

@@ -38,6 +38,7 @@ class Sequence:
         self._submitted_s = time.monotonic()
         self._token_times_s: list[float] = []
         self._found: TokensByTier | None = None
+        self._left = TokensByTier()
         self._computed_tokens = 0
         self._restarts = 0
 
@@ -80,7 +81,7 @@ class Sequence:
         self.num_committed = len(lease.matched_pages) * self._page_size
         self.num_computed = min(self.num_committed, len(self.tokens) - 1)
         if self._found is None:
-            self._found = lease.matched_tokens
+            self._found, self._left = lease.matched_tokens, lease.left_tokens
 
     def grow(self) -> None:
         """Reserves the missing pages; raises `CacheFullError` when every page of the pool is held."""
@@ -127,7 +128,8 @@ class Sequence:
         times_s = self._token_times_s or [self._submitted_s]
         statistics = RequestStatistics(
             prompt_tokens=len(self.request.prompt),
-            found=self._found or TokensByTier(0, 0, 0),
+            found=self._found or TokensByTier(),
+            left=self._left,
             computed_tokens=self._computed_tokens,
             time_to_first_token_s=times_s[0] - self._submitted_s,
             decode_s=times_s[-1] - times_s[0],

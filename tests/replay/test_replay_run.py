@@ -18,7 +18,7 @@ from kvtier.cli import app, main
 from kvtier.errors import ConfigurationError
 from kvtier.launch import daemon_process
 from kvtier.pages.layout import PageFormat
-from kvtier.replay import Memory, ReplayOptions, Workload, replay
+from kvtier.replay import Memory, ModelledEngine, ReplayOptions, Workload, replay
 from kvtier.replay.geometry import LLAMA_3_1_8B
 from kvtier.replay.report import table_of
 from kvtier.replay.rows import Row
@@ -40,7 +40,7 @@ def run(trace: Path, concurrency: int, device_pages: int, host_pages: int, **mem
     """Replays with pools of so many NVFP4 pages of Llama-3.1-8B."""
     pools = {"device_bytes": device_pages * PAGE_BYTES, "host_bytes": host_pages * PAGE_BYTES}
     options = ReplayOptions(Workload(trace, NUM_SESSIONS, (concurrency,)), Memory(**pools, **memory))
-    return replay(options, Console(quiet=True))
+    return replay(options, ModelledEngine(), Console(quiet=True))
 
 
 def test_in_large_pools_every_earlier_turn_is_found_on_the_device(trace: Path) -> None:
@@ -108,8 +108,8 @@ def test_on_a_daemon_that_runs_already(trace: Path, directory: Path) -> None:
 def test_the_table_says_what_was_modelled(trace: Path) -> None:
     arguments = ["replay", str(trace), "--sessions", "2", "--concurrency", "2", "--device-bytes", "1GB"]
     shown = " ".join(CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments).stdout.split())
-    assert "geometry 32/8/128, pages of 64 tokens, 1 GB device, 256 GB host, redis none" in shown
-    assert "prefill 20,000 tokens/s, decode 60 tokens/s a sequence" in shown
+    assert "modelled worker, prefill 20,000 tokens/s, decode 60 tokens/s a sequence, geometry 32/8/128, " in shown
+    assert "pages of 64 tokens, 1.0GB device, 256.0GB host, redis none" in shown
     assert "Pages shrunk 2,048 times; numbers of pages are those of the real geometry." in shown
 
 
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_one_line(
 def test_a_daemon_without_metrics_leaves_them_out_of_the_table(trace: Path, directory: Path) -> None:
     with daemon_process(directory, redis="none", device_bytes="1MiB", host_bytes="1MiB") as daemon:
         options = ReplayOptions(Workload(trace, 2, (1,)), address=daemon.address)
-        rows = replay(options, Console(quiet=True))
+        rows = replay(options, ModelledEngine(), Console(quiet=True))
     console = Console(width=300, file=io.StringIO())
     with console.capture() as shown:
         console.print(table_of(rows, "title"))

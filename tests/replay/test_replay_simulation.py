@@ -12,8 +12,10 @@ from kvtier.client import TokensByTier
 from kvtier.daemon.server import running
 from kvtier.errors import InvalidRequestError
 from kvtier.replay.endless import EndlessCache
+from kvtier.replay.load import Load
 from kvtier.replay.options import Rates, Workload
-from kvtier.replay.simulation import Outcome, Simulation
+from kvtier.replay.simulation import Simulation
+from kvtier.replay.tally import Served, Tally
 from kvtier.replay.trace import Request, Session
 from kvtier.replay.worker import ReplayWorker
 
@@ -32,13 +34,28 @@ def request(num_tokens: int, seed: int, output_tokens: int = 1, think_s: float =
     return Request(some_tokens(num_tokens // PAGE_SIZE + 1, seed)[:num_tokens], output_tokens, think_s)
 
 
+class Outcome(Tally):
+    """A tally that also keeps what it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served: list[Served] = []
+        self.num_sessions = 0
+
+    def add(self, served: Served) -> None:
+        super().add(served)
+        self.served.append(served)
+
+
 async def simulate(
     directory: Path, sessions: list[Session], concurrency: int, device_pages: int = 64, **workload: float
 ) -> Outcome:
+    outcome = Outcome()
     async with running(small_config(directory, device_pages)), await attach(directory) as session:
-        worker = ReplayWorker(session, "replay")
-        load = Workload(Path("-"), start_interval_s=workload.pop("start_interval_s", 0.0), **workload)
-        return await Simulation(worker, load, RATES, TOKEN_BYTES).run(sessions, concurrency, lambda: None)
+        load = Load(sessions, Workload(Path("-"), **{"start_interval_s": 0.0, **workload}), concurrency, PAGE_SIZE)
+        await Simulation(ReplayWorker(session, "replay"), load, RATES, TOKEN_BYTES, outcome).run()
+    outcome.num_sessions = load.num_begun
+    return outcome
 
 
 async def test_two_sessions_queue_for_the_gpu_and_a_third_takes_the_first_free_place(directory: Path) -> None:
@@ -47,7 +64,7 @@ async def test_two_sessions_queue_for_the_gpu_and_a_third_takes_the_first_free_p
     # Computed from 0 to 10 and from 10 to 20, each reply takes 5 s more. The third arrives at 15 and is computed from
     # 20 on; at 25 the second place is free and nobody is left to take it.
     assert [served.first_token_s for served in outcome.served] == [10, 20]
-    assert (outcome.num_sessions, outcome.end_s, outcome.prefill_s) == (3, 25, 30)
+    assert (outcome.num_sessions, outcome.duration_s, outcome.prefill_s) == (3, 25, 30)
 
 
 async def test_a_session_thinks_and_finds_the_turn_before(directory: Path) -> None:
@@ -57,7 +74,7 @@ async def test_a_session_thinks_and_finds_the_turn_before(directory: Path) -> No
     assert [served.found for served in outcome.served] == [TokensByTier(), TokensByTier(device=96)]
     assert [served.findable_tokens for served in outcome.served] == [0, 96]
     assert [served.first_token_s for served in outcome.served] == pytest.approx([10, 6.4])
-    assert outcome.end_s == pytest.approx(10 + 5 + 14 + 6.4 + 5)
+    assert outcome.duration_s == pytest.approx(10 + 5 + 14 + 6.4 + 5)
 
 
 async def test_the_first_sessions_start_one_after_the_other(directory: Path) -> None:
@@ -65,7 +82,7 @@ async def test_the_first_sessions_start_one_after_the_other(directory: Path) -> 
     outcome = await simulate(directory, sessions, concurrency=2, start_interval_s=6.0)
     # From 0 to 4; the third session takes the first place at 4; the second starts at 6 and waits until 8.
     assert [served.first_token_s for served in outcome.served] == [4, 4]
-    assert outcome.end_s == 8
+    assert outcome.duration_s == 8
 
 
 async def test_a_request_waits_for_pages_and_for_their_transfer(directory: Path) -> None:
@@ -80,7 +97,7 @@ async def test_a_request_waits_for_pages_and_for_their_transfer(directory: Path)
     # and computes one page.
     assert [served.first_token_s for served in outcome.served] == pytest.approx([16, 32, 16 + 5 + 1.6])
     assert [served.found for served in outcome.served] == [TokensByTier(), TokensByTier(), TokensByTier(80, 80)]
-    assert outcome.end_s == pytest.approx(38.6)
+    assert outcome.duration_s == pytest.approx(38.6)
 
 
 async def test_a_prompt_larger_than_the_pool_is_refused_and_the_session_goes_on(directory: Path) -> None:
@@ -88,7 +105,7 @@ async def test_a_prompt_larger_than_the_pool_is_refused_and_the_session_goes_on(
     outcome = await simulate(directory, [session], concurrency=1, device_pages=16)
     assert outcome.num_refused == 1
     assert [served.first_token_s for served in outcome.served] == pytest.approx([1.6])
-    assert outcome.end_s == pytest.approx(4.6)
+    assert outcome.duration_s == pytest.approx(4.6)
 
 
 async def test_a_prompt_that_is_cached_whole_computes_its_last_page(directory: Path) -> None:

@@ -229,6 +229,20 @@ def test_the_same_reply_from_device_host_and_redis(
     assert from_device.tokens == from_host.tokens == from_redis.tokens
 
 
+def test_what_stays_in_lower_tiers_is_told(
+    small_daemon: DaemonProcess, worker: Worker, start_worker: StartWorker
+) -> None:
+    """A worker that does not wait for pages computes them anew."""
+    request = Request("hurry", random_tokens(10 * PAGE_SIZE + 3), 3)
+    worker.generate(request)
+    worker.generate(Request("others", random_tokens(20 * PAGE_SIZE, seed=1), 3))
+    hasty = start_worker("llama", FORMAT, PrefillAttends.QUANTIZED, small_daemon.address, promotion_wait_s=0.0)
+    statistics = hasty.generate(request).statistics
+    assert statistics.left.host > 0
+    assert statistics.found.device + statistics.left.total == 10 * PAGE_SIZE
+    assert statistics.computed_tokens == len(request.prompt) - statistics.found.total
+
+
 def test_others_decode_while_pages_come_up_from_redis(
     directory: Path, settings: dict[str, object], start_worker: StartWorker, valkey: Valkey
 ) -> None:
