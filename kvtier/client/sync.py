@@ -34,6 +34,10 @@ class _LoopThread:
             future.cancel()  # so that what comes late is given back
             raise
 
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` without waiting for it; what it raises is nobody's."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def close(self) -> None:
         self.run(self._cancel_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -173,3 +177,7 @@ class Lease:
     def release(self) -> None:
         """Gives all pages back."""
         self._loop.run(self.inner.release())
+
+    def release_soon(self) -> None:
+        """Has all pages given back without waiting for it: a daemon that does not answer is no error."""
+        self._loop.start(self.inner.release())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.client import Lease, Session
-from kvtier.errors import DaemonUnavailableError, KvtierError, LeaseUnknownError, SessionLostError
+from kvtier.errors import DaemonUnavailableError, KvtierError, LeaseLostError, LeaseUnknownError, SessionLostError
 from kvtier.worker.sequence import Sequence
 
 LEASE_GONE = (SessionLostError, LeaseUnknownError, DaemonUnavailableError)
@@ -31,6 +30,10 @@ class Admission:
         self._promotion_wait_s = promotion_wait_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtier-admission")
         self._asked: tuple[Sequence, Future[Lease]] | None = None
+
+    def close(self) -> None:
+        """Asks for nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_idle(self) -> bool:
@@ -79,6 +82,14 @@ class Admission:
 
 
 def release(lease: Lease) -> None:
-    """Gives a lease back; one that is gone needs no release."""
-    with contextlib.suppress(*LEASE_GONE):
+    """Gives a lease back; one that is gone needs no release.
+
+    When its time is over, the daemon has been silent for as long. Nobody waits then: it has it back when it wakes up.
+    """
+    try:
+        lease.check()
         lease.release()
+    except LeaseLostError:
+        lease.release_soon()
+    except LEASE_GONE:
+        pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -43,7 +43,9 @@ def connect_worker(
     """
     identity = model.identity(page_format, page_size, options.prefill_attends, options.open_page, recipe)
     with connect(address, identity, device_uuids=device_uuids([model.device]), timeout_s=timeout_s) as session:
-        yield Worker(session, model, identity.layout, options, recipe)
+        worker = Worker(session, model, identity.layout, options, recipe)
+        with closing(worker):
+            yield worker
 
 
 @contextmanager
@@ -103,7 +105,9 @@ def connect_tensor_parallel(
                 other.wait(READY, load_timeout_s)
         # The others go first: they wait for steps, and rank 0 has to leave the group with them.
         stack.callback(ranks.close)
-        yield Worker(session, model, session.identity.layout, options, recipe, ranks)
+        worker = Worker(session, model, session.identity.layout, options, recipe, ranks)
+        with closing(worker):
+            yield worker
 
 
 def _start(settings: GroupSettings, rank: int) -> RankProcess:

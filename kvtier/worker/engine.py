@@ -110,6 +110,10 @@ class Worker:
         if sequence.reply is None:
             self._finish(sequence, FinishReason.CANCELLED)
 
+    def close(self) -> None:
+        """Ends the worker, which is not used any more; its leases end with the session."""
+        self._admission.close()
+
     def step(self) -> None:
         """Starts what can start, then computes the next tokens of what runs; one forward pass at most."""
         self._admit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from serving import Valkey
 from tiny_models import PAGE_SIZE, VOCAB_SIZE, random_tokens, tiny_model
 from worker_fixtures import StartWorker
 
-from kvtier.client import Client, TokensByTier, connect
+from kvtier.client import Client, Lease, TokensByTier, connect
 from kvtier.errors import CacheFullError, DaemonUnavailableError, InvalidRequestError
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
@@ -328,3 +329,32 @@ def test_a_request_fails_when_no_daemon_comes_back(
             worker.step()
     assert isinstance(sequence.reply.error, DaemonUnavailableError)
     assert len(sequence.reply.tokens) >= 1
+
+
+def test_a_daemon_that_hangs_keeps_no_worker_waiting_for_releases(
+    directory: Path, settings: dict[str, object], start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases whose time is over are given back in the background; the daemon has them back when it wakes up."""
+    with daemon_process(directory, **(settings | {"lease_ttl_s": 0.5, "grace_s": 30.0})) as process:
+        worker = start_worker("llama", FORMAT, PrefillAttends.QUANTIZED, process.address)
+        sequences = [worker.submit(Request("t", random_tokens(30, seed), 40)) for seed in range(3)]
+        while len(worker._running) < 3:
+            worker.step()
+        process.process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(0.6)
+            with monkeypatch.context() as patch:
+                patch.setattr(Lease, "release", lambda _: pytest.fail("waits for a daemon that hangs"))
+                worker._grow()
+                assert not [sequence for sequence in sequences if worker._is_held(sequence)]
+        finally:
+            process.process.send_signal(signal.SIGCONT)
+        while any(sequence.reply is None for sequence in sequences):
+            worker.step()
+        for sequence in sequences:
+            assert sequence.reply is not None and sequence.reply.error is None
+            assert sequence.reply.statistics.restarts > 0
+        deadline = time.monotonic() + 10
+        while held_pages(process.address):
+            assert time.monotonic() < deadline, "leases were not given back"
+            time.sleep(0.05)
