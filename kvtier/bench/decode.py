@@ -6,6 +6,7 @@ error is against fp64 attention to the values that the pages stand for, over the
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from kvtier.bench.decode_cases import (
 from kvtier.bench.decode_peers import installed_peers
 from kvtier.bench.gpu import OURS, capture, measuring, median_replay_us, read_ceiling_gbps, require_gpu
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import RecipeName
 from kvtier.pages.views import LayerView
 
 
@@ -55,8 +57,8 @@ def run(geometries: Sequence[Geometry], loads: Sequence[Load], page_sizes: Seque
     device = require_gpu()
     ceiling = read_ceiling_gbps(device)
     ours = Contender(OURS, PageFormat.NVFP4, _prepare_kvtier)
-    ours_with_recipe = Contender(f"{OURS}, recipe", PageFormat.NVFP4, _prepare_with_recipe, has_recipe=True)
-    contenders = [ours, ours_with_recipe, *installed_peers(device)]
+    with_recipes = [_contender_with(recipe) for recipe in (RecipeName.FULL, RecipeName.BALANCED)]
+    contenders = [ours, *with_recipes, *installed_peers(device)]
     print(f"read ceiling {ceiling:.0f} GB/s", file=sys.stderr)
     cases = [Case(geometry, load, size) for geometry in geometries for load in loads for size in page_sizes]
     return [row for case in cases for row in _rows(case, contenders, ceiling, replays, device)]
@@ -72,13 +74,18 @@ def _prepare_kvtier(inputs: Inputs) -> Decoder:
     return decode
 
 
-def _prepare_with_recipe(inputs: Inputs) -> Decoder:
-    """The queries of a decode with the recipe `balanced` are transformed in every layer, and half a page is open."""
+def _contender_with(recipe: RecipeName) -> Contender:
+    prepare = functools.partial(_prepare_with_recipe, recipe)
+    return Contender(f"{OURS}, recipe {recipe}", PageFormat.NVFP4, prepare, recipe=recipe)
+
+
+def _prepare_with_recipe(recipe: RecipeName, inputs: Inputs) -> Decoder:
+    """The queries of a decode with a calibrated recipe are transformed in every layer, and half a page is open."""
     workspace = ops.DecodeWorkspace(inputs.query.device, inputs.case.load.batch, inputs.case.geometry.num_kv_heads)
-    lengths = inputs.lengths_before_tail
+    lengths, transform = inputs.lengths_before_tail, inputs.transforms[recipe]
 
     def decode(view: LayerView) -> torch.Tensor:
-        query = ops.transform_queries(inputs.query, inputs.balance)
+        query = ops.transform_queries(inputs.query, transform)
         pages = (view, inputs.page_table, lengths, UNIT_SCALES)
         return ops.decode_attention(query, *pages, inputs.softmax_scale, tail=inputs.tail, workspace=workspace).out
 
@@ -94,7 +101,7 @@ def _rows(
             continue
         inputs = make_inputs(case, page_format, device)
         for contender in of_format:
-            expected = exact_output(inputs, contender.has_recipe)
+            expected = exact_output(inputs, contender.recipe)
             with measuring(contender.impl, f"{page_format} pages, {case}"):
                 yield _measure(contender, inputs, expected, ceiling, replays)
         del inputs

@@ -11,9 +11,11 @@ import torch
 from kvtier import ops
 from kvtier.bench.gpu import ROTATED_BYTES
 from kvtier.errors import InvalidRequestError
+from kvtier.ops.reference import transform as reference_transform
 from kvtier.ops.reference.gather import read_tokens
-from kvtier.ops.reference.transform import Balance
+from kvtier.ops.reference.transform import Balance, Matrices, Transform
 from kvtier.pages.layout import PageFormat, PageLayout
+from kvtier.pages.recipe import RecipeName
 from kvtier.pages.views import LayerView, layer_view
 
 UNIT_SCALES = ops.GlobalScales()
@@ -82,7 +84,7 @@ class Inputs(NamedTuple):
     lengths: torch.Tensor
     views: list[LayerView]
     tail: ops.OpenPages  # the last half page of every sequence, for contenders with a recipe
-    balance: Balance  # transform of their queries
+    transforms: dict[RecipeName, Transform]  # of their queries
 
     @property
     def lengths_before_tail(self) -> torch.Tensor:
@@ -101,14 +103,14 @@ class Contender(NamedTuple):
     """An implementation for one format.
 
     `dense`: it gets K and V as tensors of their own, not as views of a pool.
-    `has_recipe`: it transforms the queries, and the last half page is open.
+    `recipe`: how it transforms the queries; the last half page is open then.
     """
 
     impl: str
     page_format: PageFormat
     prepare: Callable[[Inputs], Decoder]
     dense: bool = False
-    has_recipe: bool = False
+    recipe: RecipeName | None = None
 
 
 def make_inputs(case: Case, page_format: PageFormat, device: torch.device) -> Inputs:
@@ -138,8 +140,17 @@ def make_inputs(case: Case, page_format: PageFormat, device: torch.device) -> In
     tail_shape = (case.load.batch, case.page_size, num_kv_heads, head_dim)
     tail = ops.OpenPages(random(*tail_shape), random(*tail_shape), torch.full_like(lengths, case.page_size // 2))
     balance = Balance.of(torch.rand(num_kv_heads, head_dim, device=device, generator=generator) + 0.5)
+    matrix = random_basis(num_kv_heads, head_dim, generator)
+    transforms: dict[RecipeName, Transform] = {RecipeName.BALANCED: balance, RecipeName.FULL: Matrices(matrix, matrix)}
     query = random(case.load.batch, num_query_heads, head_dim)
-    return Inputs(case, query, order.int().view(case.load.batch, -1), lengths, views, tail, balance)
+    return Inputs(case, query, order.int().view(case.load.batch, -1), lengths, views, tail, transforms)
+
+
+def random_basis(num_kv_heads: int, head_dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Orthogonal matrices of random directions, `(Hkv, D, D)` fp16: a transform that costs what any other does."""
+    shape = (num_kv_heads, head_dim, head_dim)
+    basis: torch.Tensor = torch.linalg.qr(torch.randn(shape, device=generator.device, generator=generator))[0]
+    return basis.half().contiguous()
 
 
 def checked_sequences(case: Case) -> list[int]:
@@ -147,16 +158,19 @@ def checked_sequences(case: Case) -> list[int]:
     return sorted({0, case.load.batch - 1})
 
 
-def exact_output(inputs: Inputs, has_recipe: bool) -> torch.Tensor:
-    """Attention in fp64 of the checked sequences, `(sequences, Hq, D)`, with the recipe's parts or without."""
-    query = ops.transform_queries(inputs.query, inputs.balance) if has_recipe else inputs.query
+def exact_output(inputs: Inputs, recipe: RecipeName | None) -> torch.Tensor:
+    """Attention in fp64 of the checked sequences, `(sequences, Hq, D)`, with the recipe's parts or without.
+
+    Transformed queries are the reference's, rounded to their dtype.
+    """
+    query = inputs.query if recipe is None else _transformed(inputs.query, inputs.transforms[recipe])
     outputs: list[torch.Tensor] = []
     for index in checked_sequences(inputs.case):
         pages = inputs.page_table[index]
-        context = int((inputs.lengths_before_tail if has_recipe else inputs.lengths)[index])
+        context = int((inputs.lengths if recipe is None else inputs.lengths_before_tail)[index])
         tokens = read_tokens(inputs.views[0], pages, 0, context, UNIT_SCALES, torch.float32)
         keys, values = tokens
-        if has_recipe:
+        if recipe is not None:
             open_tokens = slice(int(inputs.tail.lengths[index]))
             keys = torch.cat((keys, inputs.tail.key[index, open_tokens].float()))
             values = torch.cat((values, inputs.tail.value[index, open_tokens].float()))
@@ -165,3 +179,11 @@ def exact_output(inputs: Inputs, has_recipe: bool) -> torch.Tensor:
         weights = (grouped @ keys.transpose(1, 2) * inputs.softmax_scale).softmax(-1)
         outputs.append((weights @ values).flatten(0, 1))
     return torch.stack(outputs)
+
+
+def _transformed(query: torch.Tensor, transform: Transform) -> torch.Tensor:
+    match transform:
+        case Matrices():
+            return reference_transform.multiplied(query, transform.query)
+        case Balance():
+            return reference_transform.balanced(query, transform.query)

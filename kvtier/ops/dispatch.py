@@ -142,6 +142,18 @@ def choose_balance(platform: Platform, dtype: torch.dtype, head_dim: int) -> Cho
 
 
 @functools.cache
+def choose_multiply(platform: Platform, dtype: torch.dtype, matrix_dtype: torch.dtype, head_dim: int) -> Choice:
+    """Who multiplies K and Q of this dtype with matrices."""
+    if choice := _without_kernels(platform):
+        return choice
+    if head_dim not in KERNEL_HEAD_DIMS:
+        return Choice(Implementation.REFERENCE, f"the kernel has head dimensions {_listed(KERNEL_HEAD_DIMS)}")
+    if dtype not in _KERNEL_DTYPES or matrix_dtype is not torch.float16:
+        return Choice(Implementation.REFERENCE, "the kernel takes BF16 and FP16, and matrices in FP16")
+    return _kernel(platform, "one launch, with sums in FP32 as the reference has")
+
+
+@functools.cache
 def choose_decode(platform: Platform, case: DecodeCase) -> Choice:
     """Who attends to pages."""
     if case.page_format is not PageFormat.NVFP4:

@@ -1,8 +1,8 @@
 """`kvtier doctor`: what this machine has, what runs each operation and why, and whether it computes what it should.
 
-The self-test transforms keys as the recipe `balanced` does, writes a small pool with `quantize_append`, reads it back
-with `gather_dequantize` and attends to it with `decode_attention`, on the device and, by the torch references, on the
-CPU.
+The self-test transforms keys and queries as the recipes `balanced` and `full` do, writes a small pool with
+`quantize_append`, reads it back with `gather_dequantize` and attends to it with `decode_attention`, on the device and,
+by the torch references, on the CPU.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvtier.ops.dispatch import (
     choose_balance,
     choose_decode,
     choose_gather,
+    choose_multiply,
     choose_prefill,
     platform_of,
 )
 from kvtier.ops.reference import append, attention, gather, transform
-from kvtier.ops.reference.attention import AttentionResult
 from kvtier.ops.reference.codec import GlobalScales
 from kvtier.ops.reference.gather import Workspace
-from kvtier.ops.reference.transform import Balance
+from kvtier.ops.reference.transform import Balance, Matrices
 from kvtier.pages.layout import PageFormat, PageLayout
 from kvtier.pages.recipe import BlockScales
 from kvtier.pages.views import LayerView, layer_view
 
-MAX_RELATIVE_ERROR = 3e-3  # of decode attention in BF16: relative L2 distance from the reference in fp32
+MAX_RELATIVE_ERROR = 3e-3  # in BF16, of decode attention and products: relative L2 distance from the reference in fp32
 
 Result = TypeVar("Result")
 
@@ -138,6 +138,7 @@ def _choices(device: torch.device) -> Iterator[tuple[str, Choice]]:
     yield "quantize_append", choose_append(platform, torch.bfloat16, torch.bfloat16)
     yield "gather_dequantize", choose_gather(platform, torch.bfloat16)
     yield "transform, recipe balanced", choose_balance(platform, torch.bfloat16, _LAYOUT.head_dim)
+    yield "transform, recipe full", choose_multiply(platform, torch.bfloat16, torch.float16, _LAYOUT.head_dim)
     for page_format in PageFormat:
         case = DecodeCase(page_format, _LAYOUT.head_dim, _GROUP, torch.bfloat16, has_tail=False)
         yield f"decode_attention, {page_format} pages", choose_decode(platform, case)
@@ -188,7 +189,16 @@ def _self_test(device: torch.device) -> Iterator[Check]:
     transformed, seconds = _timed(device, lambda: operations.transform_keys(found.key, on_device))
     found = found._replace(key=transformed)
     differing = int((transformed.cpu() != expected.key).sum())
-    yield Check("transform", differing == 0, f"{differing} of {expected.key.numel()} values differ", seconds)
+    detail = f"{differing} of {expected.key.numel()} values differ"
+    yield Check("transform, recipe balanced", differing == 0, detail, seconds)
+
+    shape = (_LAYOUT.num_kv_heads, _LAYOUT.head_dim, _LAYOUT.head_dim)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).half()
+    matrices = Matrices(matrix.to(device), matrix.to(device))
+    product = transform.multiplied(expected.query.float(), matrix)
+    multiplied, seconds = _timed(device, lambda: operations.transform_queries(found.query, matrices))
+    error = _relative_error(multiplied, product)
+    yield Check("transform, recipe full", error <= MAX_RELATIVE_ERROR, f"relative error {error:.1e}", seconds)
 
     rule = BlockScales.SEARCH
     append.quantize_append(expected.view, expected.key, expected.value, expected.slots, _SCALES, rule)
@@ -222,7 +232,7 @@ def _self_test(device: torch.device) -> Iterator[Check]:
             found.query, found.view, found.page_table, found.lengths, _SCALES, softmax_scale
         ),
     )
-    error = _relative_error(result, reference)
+    error = _relative_error(result.out, reference.out)
     yield Check("decode_attention", error <= MAX_RELATIVE_ERROR, f"relative error {error:.1e}", seconds)
 
 
@@ -234,5 +244,5 @@ def _timed(device: torch.device, run: Callable[[], Result]) -> tuple[Result, flo
     return result, time.perf_counter() - start
 
 
-def _relative_error(found: AttentionResult, expected: AttentionResult) -> float:
-    return float((found.out.cpu().float() - expected.out).norm() / expected.out.norm())
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.cpu().float() - expected).norm() / expected.norm())

@@ -65,7 +65,7 @@ def _transformed(values: torch.Tensor, transform: Transform, side: torch.Tensor)
     """`values` by the factors or matrices of K or of Q."""
     match transform:
         case Matrices():
-            return transforms.multiplied(values, side)  # one batched matrix product on any device
+            return _multiplied(values, side)
         case Balance():
             return _balanced(values, side)
 
@@ -77,6 +77,15 @@ def _balanced(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
         return cuda_balance.balanced(values, factors)
     return transforms.balanced(values, factors)
+
+
+def _multiplied(values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    choice = dispatch.choose_multiply(platform_of(values.device), values.dtype, matrices.dtype, values.shape[-1])
+    if choice.implementation is Implementation.KERNEL:
+        from kvtier.ops.cuda import multiply as cuda_multiply
+
+        return cuda_multiply.multiplied(values, matrices)
+    return transforms.multiplied(values, matrices)
 
 
 def gather_dequantize(

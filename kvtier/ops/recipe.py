@@ -39,5 +39,6 @@ def _transform_of(recipe: Recipe, layer: int, dtype: torch.dtype, device: torch.
         key, query = recipe.key_matrices[layer], recipe.query_matrices[layer]
         # NOTE: not bfloat16, whose rounding would leave the two far from each other's inverse.
         matrix_dtype = torch.float32 if dtype is torch.float32 else torch.float16
-        return Matrices(*(torch.from_numpy(matrices).to(device, matrix_dtype) for matrices in (key, query)))
+        # NOTE: contiguous, for numpy keeps the strides of a transposed array, and torch those of numpy.
+        return Matrices(*(torch.from_numpy(each).to(device, matrix_dtype).contiguous() for each in (key, query)))
     return None

@@ -15,10 +15,11 @@ def test_the_doctor_finds_the_kernels_healthy(device: torch.device) -> None:
     assert facts["driver"].startswith("up to CUDA 1")
     chosen = {operation: choice.implementation for operation, choice in report.choices.items()}
     assert chosen["quantize_append"] is chosen["gather_dequantize"] is Implementation.KERNEL
-    assert chosen["transform, recipe balanced"] is Implementation.KERNEL
+    assert chosen["transform, recipe balanced"] is chosen["transform, recipe full"] is Implementation.KERNEL
     assert chosen["decode_attention, nvfp4 pages"] is Implementation.KERNEL
     assert [check.name for check in report.checks if check.passed] == [
-        "transform",
+        "transform, recipe balanced",
+        "transform, recipe full",
         "quantize_append",
         "gather_dequantize",
         "decode_attention",

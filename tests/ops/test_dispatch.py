@@ -7,6 +7,7 @@ import torch
 
 from kvtier.ops.cuda.variants import SHARED_BYTES_A_BLOCK, decode_variant
 from kvtier.ops.dispatch import (
+    Choice,
     DecodeCase,
     Implementation,
     Platform,
@@ -14,6 +15,7 @@ from kvtier.ops.dispatch import (
     choose_append,
     choose_decode,
     choose_gather,
+    choose_multiply,
     choose_prefill,
     platform_of,
 )
@@ -21,14 +23,23 @@ from kvtier.pages.layout import PageFormat
 
 CPU = Platform(None, False, False)
 HOPPER = Platform((9, 0), True, True)
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 PREFILL = PrefillCase(128, BF16, has_window=False, has_softcap=False)
 NVFP4 = DecodeCase(PageFormat.NVFP4, 128, 8, BF16, False)
 
 
+def _choices_with_kernels(platform: Platform) -> list[Choice]:
+    return [
+        choose_append(platform, BF16, BF16),
+        choose_gather(platform, BF16),
+        choose_multiply(platform, BF16, FP16, 128),
+        choose_decode(platform, NVFP4),
+    ]
+
+
 def test_without_a_gpu_everything_is_the_reference() -> None:
     assert platform_of(torch.device("cpu")) == CPU
-    choices = [choose_append(CPU, BF16, BF16), choose_gather(CPU, BF16)]
+    choices = [choose_append(CPU, BF16, BF16), choose_gather(CPU, BF16), choose_multiply(CPU, BF16, FP16, 128)]
     choices += [choose_decode(CPU, NVFP4._replace(page_format=page_format)) for page_format in PageFormat]
     assert {choice.implementation for choice in choices} == {Implementation.REFERENCE}
     assert {choice.reason for choice in choices} == {"there is no NVIDIA GPU"}
@@ -37,7 +48,7 @@ def test_without_a_gpu_everything_is_the_reference() -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_kernels_run_from_sm80_on_and_say_where_they_have_not_run(capability: tuple[int, int]) -> None:
     platform = Platform(capability, True, True)
-    for choice in (choose_append(platform, BF16, BF16), choose_gather(platform, BF16), choose_decode(platform, NVFP4)):
+    for choice in _choices_with_kernels(platform):
         assert choice.implementation is Implementation.KERNEL
         assert ("not run on one like it" in choice.reason) == (capability != (9, 0))
 
@@ -50,7 +61,7 @@ def test_kernels_run_from_sm80_on_and_say_where_they_have_not_run(capability: tu
     ],
 )
 def test_a_gpu_that_cannot_run_kernels_gets_the_reference(platform: Platform, reason: str) -> None:
-    for choice in (choose_append(platform, BF16, BF16), choose_gather(platform, BF16), choose_decode(platform, NVFP4)):
+    for choice in _choices_with_kernels(platform):
         assert (choice.implementation, choice.reason) == (Implementation.REFERENCE, reason)
 
 
@@ -67,6 +78,22 @@ def test_a_gpu_that_cannot_run_kernels_gets_the_reference(platform: Platform, re
 def test_what_no_kernel_covers_is_the_reference(case: DecodeCase, reason: str) -> None:
     choice = choose_decode(HOPPER, case)
     assert choice.implementation is Implementation.REFERENCE and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "matrix_dtype", "head_dim", "reason"),
+    [
+        (BF16, FP16, 96, "head dimensions 64, 128, 256"),
+        (torch.float32, torch.float32, 128, "BF16 and FP16, and matrices in FP16"),
+        (BF16, BF16, 128, "BF16 and FP16, and matrices in FP16"),
+    ],
+)
+def test_products_that_no_kernel_covers_are_the_reference(
+    dtype: torch.dtype, matrix_dtype: torch.dtype, head_dim: int, reason: str
+) -> None:
+    choice = choose_multiply(HOPPER, dtype, matrix_dtype, head_dim)
+    assert choice.implementation is Implementation.REFERENCE and reason in choice.reason
+    assert choose_multiply(HOPPER, FP16, FP16, 256).implementation is Implementation.KERNEL
 
 
 def test_unusual_dtypes_of_the_codec_are_the_reference() -> None:

@@ -60,6 +60,33 @@ def test_logits_stay_what_they_are(kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_matrices_of_a_layer_are_contiguous(dtype: torch.dtype) -> None:
+    matrices = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2)) + 6 * torch.eye(16)
+    recipe = Recipe(RecipeName.FULL, key_matrices=matrices.half().numpy())
+    for layer in ops.layer_recipes(recipe, 2, dtype, torch.device("cpu")):
+        assert isinstance(layer.transform, Matrices)
+        assert layer.transform.key.is_contiguous() and layer.transform.query.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_is_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(20, 6, 64, generator=generator).to(dtype)
+    matrices = torch.randn(2, 64, 64, generator=generator).half()
+    exact = (values.double().view(20, 2, 3, 64) @ matrices.double()).view(20, 6, 64)
+    found = ops.transform_queries(values, Matrices(matrices, matrices))
+    assert found.dtype is dtype
+    half_an_ulp = torch.finfo(dtype).eps / 2 * exact.abs()
+    assert bool(((found.double() - exact).abs() <= half_an_ulp + 1e-5).all())  # and what sums in fp32 lose
+
+
+def test_sums_may_be_greater_than_fp16_allows() -> None:
+    values = torch.full((1, 1, 16), 60_000.0).bfloat16()
+    matrices = torch.ones(1, 16, 16).half()
+    assert ops.transform_keys(values, Matrices(matrices, matrices)).tolist() == [[[16 * float(values[0, 0, 0])] * 16]]
+
+
 def test_matrices_are_of_the_head() -> None:
     matrices = torch.stack([torch.eye(16) * factor for factor in (1.0, 2.0)])
     values = torch.ones(1, 4, 16)

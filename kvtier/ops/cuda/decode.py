@@ -9,9 +9,16 @@ import torch
 
 from kvtier.errors import InvalidRequestError
 from kvtier.ops.cuda.loader import kernels
-from kvtier.ops.cuda.tensors import PoolGeometry, check_indices, geometry_of, has_aligned_rows, region_addresses
+from kvtier.ops.cuda.tensors import (
+    PoolGeometry,
+    check_indices,
+    geometry_of,
+    has_aligned_rows,
+    num_multiprocessors,
+    region_addresses,
+)
 from kvtier.ops.cuda.variants import DecodeVariant, decode_variant
-from kvtier.ops.cuda.workspace import DecodeWorkspace, num_blocks
+from kvtier.ops.cuda.workspace import DecodeWorkspace
 from kvtier.ops.reference.attention import AttentionResult, OpenPages
 from kvtier.ops.reference.codec import GlobalScales
 from kvtier.pages.views import LayerView
@@ -81,7 +88,8 @@ def decode_attention(
     )
     macros = variant.macros(query.dtype, pool.page_size)
     kernel = kernels().kernel("decode_attention", macros, query.device, variant.shared_bytes)
-    kernel.launch((num_blocks(query.device),), variant.num_warps * _WARP_THREADS, arguments, overlaps=True)
+    grid = (num_multiprocessors(query.device),)  # a thread block on each
+    kernel.launch(grid, variant.num_warps * _WARP_THREADS, arguments, overlaps=True)
     return AttentionResult(out, lse)
 
 

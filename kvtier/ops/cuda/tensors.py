@@ -1,7 +1,8 @@
-"""What the wrappers of the kernels read off their tensors."""
+"""What the wrappers of the kernels read off their tensors and devices."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,12 @@ def row_strides(values: torch.Tensor) -> tuple[int, int]:
     """Bytes from token to token and from head to head of `values` `(tokens, heads, D)`."""
     token, head, _ = values.stride()
     return token * values.element_size(), head * values.element_size()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def check_indices(num_sequences: int, **tensors: torch.Tensor) -> None:

@@ -61,6 +61,67 @@ def balance_macros(dtype: torch.dtype, head_dim: int) -> Macros:
     return (("INPUT", _TYPE_CODES[dtype]), ("HEAD_DIM", head_dim))
 
 
+# ---- multiply_heads.cu ----------------------------------------------------------------------------------------------
+
+_TILE_ROWS = 16
+_WARP_COLUMNS = 32
+_FEW_ROWS_PER_SM = 32  # below, a matrix is spread over many thread blocks; beyond, they would read the rows too often
+
+
+class MultiplyVariant(NamedTuple):
+    """How a product with matrices is compiled, and the thread blocks that it is launched with."""
+
+    head_dim: int
+    column_warps: int  # of a thread block, 32 columns each
+    row_warps: int  # tiles of 16 rows that a thread block has at a time
+    blocks_per_sm: int
+    is_persistent: bool  # whether a thread block has more than one tile a warp
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 32 * self.column_warps * self.row_warps
+
+    def macros(self, dtype: torch.dtype) -> Macros:
+        """Macros for K or Q in bfloat16 or float16."""
+        return (
+            ("INPUT", _TYPE_CODES[dtype]),
+            ("HEAD_DIM", self.head_dim),
+            ("COLUMN_WARPS", self.column_warps),
+            ("ROW_WARPS", self.row_warps),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+            ("PERSISTENT", int(self.is_persistent)),
+        )
+
+    def grid(self, num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int, int]:
+        """For `num_rows` rows of every KV head: thread blocks that share the rows, the columns and the KV heads."""
+        num_blocks = -(-num_rows // (_TILE_ROWS * self.row_warps))
+        column_blocks = self.head_dim // (_WARP_COLUMNS * self.column_warps)
+        if self.is_persistent:
+            resident = max(num_multiprocessors * self.blocks_per_sm // (column_blocks * num_kv_heads), 1)
+            rounds = -(-num_blocks // resident)
+            num_blocks = -(-num_blocks // rounds)
+        return num_blocks, column_blocks, num_kv_heads
+
+
+_MULTIPLY_FEW = {
+    64: MultiplyVariant(64, 1, 4, 4, False),
+    128: MultiplyVariant(128, 1, 4, 4, False),
+    256: MultiplyVariant(256, 1, 4, 2, False),
+}
+_MULTIPLY_MANY = {
+    64: MultiplyVariant(64, 2, 2, 4, True),
+    128: MultiplyVariant(128, 4, 1, 3, True),
+    256: MultiplyVariant(256, 8, 1, 1, True),
+}
+
+
+def multiply_variant(head_dim: int, num_rows: int, num_multiprocessors: int) -> MultiplyVariant:
+    """The variant for so many rows of all KV heads together. Every row is the same, bit for bit, in both."""
+    is_few = num_rows < _FEW_ROWS_PER_SM * num_multiprocessors
+    return (_MULTIPLY_FEW if is_few else _MULTIPLY_MANY)[head_dim]
+
+
 # ---- decode_attention.cu --------------------------------------------------------------------------------------------
 
 _STAGE_BYTES = 4608  # of a warp's ring: codes and scales of K and V of 4,096 values each
@@ -169,6 +230,9 @@ def variants_in_use(architecture: str) -> Iterator[tuple[str, Macros]]:
         yield "gather_dequantize", gather_macros(page_format, bf16, 128, 64, GlobalScales())
     for dtype, head_dim in ((bf16, 128), (fp16, 64), (bf16, 256)):
         yield "balance_heads", balance_macros(dtype, head_dim)
+    for dtype in (bf16, fp16):
+        for multiply in (*_MULTIPLY_FEW.values(), *_MULTIPLY_MANY.values()):
+            yield "multiply_heads", multiply.macros(dtype)
     shared_bytes = SHARED_BYTES_A_BLOCK[architecture]
     for head_dim, group, query_dtype, page_size in _COMPILED_DECODES:
         variant = decode_variant(head_dim, group, shared_bytes)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
+from kvtier.ops.cuda.tensors import num_multiprocessors
 from kvtier.ops.cuda.variants import MAX_SCRATCH_FLOATS_A_BLOCK
-
-
-@functools.cache
-def num_blocks(device: torch.device) -> int:
-    """Thread blocks of a decode: one on each multiprocessor."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class DecodeWorkspace:
@@ -26,6 +19,7 @@ class DecodeWorkspace:
 
     def __init__(self, device: torch.device, max_sequences: int, num_kv_heads: int) -> None:
         """For batches of up to `max_sequences` on a CUDA device."""
-        self.partials = torch.empty(num_blocks(device) * MAX_SCRATCH_FLOATS_A_BLOCK, dtype=torch.float32, device=device)
+        num_floats = num_multiprocessors(device) * MAX_SCRATCH_FLOATS_A_BLOCK
+        self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
         # NOTE: every decode expects zeros and leaves zeros.
         self.arrivals = torch.zeros(max_sequences * num_kv_heads, dtype=torch.int32, device=device)

@@ -28,7 +28,7 @@ class Balance(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """A matrix a KV head, `(Hkv, D, D)` each, fp16 or fp32; rows of K and Q are multiplied from the left."""
+    """A matrix a KV head, `(Hkv, D, D)` each, fp16 or fp32 and contiguous; K and Q are rows to the left of them."""
 
     key: torch.Tensor
     query: torch.Tensor
@@ -61,9 +61,10 @@ def balanced(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def multiplied(values: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """`values` `(N, H, D)` times the matrix of their KV head, of `matrices` `(Hkv, D, D)`; the dtype of `values`.
 
-    The product has the dtype of the matrices. In fp16, values have to be below 65,504: queries and keys are.
+    Values are rounded to the dtype of the matrices, and sums in fp32 to that of the values. For fp16 matrices, values
+    have to be below 65,520, as queries and keys are; beyond they count as infinite.
     """
     num_tokens, num_heads, head_dim = values.shape
     grouped = values.reshape(num_tokens, len(matrices), num_heads // len(matrices), head_dim)
-    product = torch.einsum("nkgd,kde->nkge", grouped.to(matrices.dtype), matrices)
+    product = torch.einsum("nkgd,kde->nkge", grouped.to(matrices.dtype).float(), matrices.float())
     return product.reshape(values.shape).to(values.dtype)
