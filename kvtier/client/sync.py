@@ -1,8 +1,10 @@
-"""The blocking client of a worker: the asyncio client on an event loop in a thread of its own."""
+"""The blocking client of a worker: the asyncio client on an event loop in a thread, one for all sessions."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
@@ -23,8 +25,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-client", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._loop.run_forever, name="kvtier-client", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -38,19 +39,18 @@ class _LoopThread:
         """Runs `work` without waiting for it; what it raises is nobody's."""
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self) -> None:
-        self.run(self._cancel_tasks())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
-    @staticmethod
-    async def _cancel_tasks() -> None:
-        """Ends what still runs: tasks of gRPC's own outlive their call by a moment."""
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+@functools.cache
+def _loop_thread() -> _LoopThread:
+    """The one of this process.
+
+    NOTE: gRPC wakes all event loops of a process for every event. With a loop for each session all of them would wake,
+    and what comes late for one that has been closed would raise in another.
+    """
+    return _LoopThread()
+
+
+os.register_at_fork(after_in_child=_loop_thread.cache_clear)  # a child has no threads of its parent's
 
 
 def connect(
@@ -62,13 +62,9 @@ def connect(
     tls: TlsFiles | None = None,
 ) -> Session:
     """Attaches to a daemon; see `AsyncSession.connect`."""
-    loop = _LoopThread()
+    loop = _loop_thread()
     attaching = AsyncSession.connect(address, identity, device_uuids=device_uuids, timeout_s=timeout_s, tls=tls)
-    try:
-        return Session(loop, loop.run(attaching))
-    except BaseException:
-        loop.close()
-        raise
+    return Session(loop, loop.run(attaching))
 
 
 class Session:
@@ -120,7 +116,6 @@ class Session:
     def close(self) -> None:
         """Ends the session and its leases."""
         self._loop.run(self._session.close())
-        self._loop.close()
 
     def __enter__(self) -> Session:
         return self
