@@ -11,12 +11,15 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from kvtier.daemon.server import READ_BYTES
 from kvtier.memory import keep_freed_memory
 
 METHOD = "/kvtier.bench.Echo/Echo"
 OPTIONS = (
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.experimental.tcp_read_chunk_size", READ_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
 )
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,16 @@ class _Subject:
 
     async def resident(self) -> float:
         """Seconds to acquire the long prompt."""
+        return await self._acquire_prompt(self.session)
+
+    async def first(self) -> float:
+        """Seconds to acquire the long prompt as the first thing a new session does."""
+        async with await AsyncSession.connect(self.daemon.address, _IDENTITY) as session:
+            return await self._acquire_prompt(session)
+
+    async def _acquire_prompt(self, session: AsyncSession) -> float:
         start = time.perf_counter()
-        lease = await self.session.acquire(_NAMESPACE, self.prompt)
+        lease = await session.acquire(_NAMESPACE, self.prompt)
         seconds = time.perf_counter() - start
         assert lease.matched_tokens.device == _LONG_TOKENS, "the prompt is not resident"
         await lease.release()
@@ -107,22 +115,32 @@ async def _subject(directory: Path, num_pages: int) -> AsyncIterator[_Subject]:
 
 
 @contextlib.asynccontextmanager
-async def _echo_stream(directory: Path) -> AsyncIterator[Callable[[bytes], Awaitable[float]]]:
-    socket = directory / "echo.sock"
+async def _echo_stream(socket: Path) -> AsyncIterator[Callable[[bytes], Awaitable[float]]]:
+    async with grpc.aio.insecure_channel(f"unix:{socket}", OPTIONS) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 30)
+        call = channel.stream_stream(METHOD)()
+
+        async def echo(message: bytes) -> float:
+            start = time.perf_counter()
+            await call.write(message)
+            assert len(await call.read()) == len(message)
+            return time.perf_counter() - start
+
+        await echo(bytes(100))  # as long as an Attach
+        yield echo
+        call.cancel()
+
+
+async def _first_echo(socket: Path, message: bytes) -> float:
+    async with _echo_stream(socket) as echo:
+        return await echo(message)
+
+
+@contextlib.contextmanager
+def _echo_server(socket: Path) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-m", "kvtier.bench.echo", str(socket)])
     try:
-        async with grpc.aio.insecure_channel(f"unix:{socket}", OPTIONS) as channel:
-            await asyncio.wait_for(channel.channel_ready(), 30)
-            call = channel.stream_stream(METHOD)()
-
-            async def echo(message: bytes) -> float:
-                start = time.perf_counter()
-                await call.write(message)
-                assert len(await call.read()) == len(message)
-                return time.perf_counter() - start
-
-            yield echo
-            call.cancel()
+        yield
     finally:
         process.kill()
         process.wait()
@@ -131,29 +149,34 @@ async def _echo_stream(directory: Path) -> AsyncIterator[Callable[[bytes], Await
 async def _measure(rounds: int, num_small: int, num_large: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as temporary:
         root = Path(temporary)
-        async with (
-            _echo_stream(root) as echo,
-            _subject(root / "small", num_small) as small,
-            _subject(root / "large", num_large) as large,
-        ):
-            samples: dict[str, list[float]] = {}
-            cases: dict[str, Callable[[], Awaitable[float]]] = {
-                "echo_128k": lambda: echo(small.prompt),
-                "resident_128k": small.resident,
-                "resident_128k_large": large.resident,
-                "acquire_and_release_128k": small.resident_and_release,
-                "continue_1k": small.continuation,
-                "echo_1k": lambda: echo(small.turn),
-            }
-            for _ in range(rounds):
-                for name, case in cases.items():
-                    await case()  # each case finds its own process awake and its data as warm as the others do
-                    samples.setdefault(name, []).append(await case())
-            cpu = await _daemon_cpu(small, rounds)
+        socket = root / "echo.sock"
+        with _echo_server(socket):
+            async with (
+                _echo_stream(socket) as echo,
+                _subject(root / "small", num_small) as small,
+                _subject(root / "large", num_large) as large,
+            ):
+                samples: dict[str, list[float]] = {}
+                cases: dict[str, Callable[[], Awaitable[float]]] = {
+                    "echo_128k": lambda: echo(small.prompt),
+                    "resident_128k": small.resident,
+                    "resident_128k_large": large.resident,
+                    "acquire_and_release_128k": small.resident_and_release,
+                    "first_echo_128k": lambda: _first_echo(socket, small.prompt),
+                    "first_resident_128k": small.first,
+                    "continue_1k": small.continuation,
+                    "echo_1k": lambda: echo(small.turn),
+                }
+                for _ in range(rounds):
+                    for name, case in cases.items():
+                        await case()  # each case finds its own process awake and its data as warm as the others do
+                        samples.setdefault(name, []).append(await case())
+                cpu = await _daemon_cpu(small, rounds)
     median_ms = {name: statistics.median(values) * 1000 for name, values in samples.items()}
     return {
         **{f"{name}_p50_ms": value for name, value in median_ms.items()},
         "resident_over_echo": median_ms["resident_128k"] / median_ms["echo_128k"],
+        "first_resident_over_first_echo": median_ms["first_resident_128k"] / median_ms["first_echo_128k"],
         "tree_1m_over_10k": median_ms["resident_128k_large"] / median_ms["resident_128k"],
         "daemon_cpu_ms_per_128k": cpu * 1000,
         "tree_pages": [num_small, num_large],

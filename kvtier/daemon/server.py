@@ -42,6 +42,9 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 REDIS_SERVICE = "kvtier.redis"
 """Health of the far tier by the standard health service; the daemon itself serves without it."""
 
+READ_BYTES = 64 << 10
+"""What a new connection reads at once, and the most that gRPC does."""
+
 
 async def serve(config: Config) -> None:
     """Serves until SIGTERM or SIGINT; raises `ConfigurationError` when it cannot start."""
@@ -131,6 +134,8 @@ def _make_server(
         options=[
             ("grpc.max_receive_message_length", int(config.max_message_bytes)),
             ("grpc.max_send_message_length", int(config.max_message_bytes)),
+            # By default a connection begins with reads of 8 KiB: over 60 of them for the first long prompt.
+            ("grpc.experimental.tcp_read_chunk_size", READ_BYTES),
             # A worker that vanished without closing its connection is noticed in time for its leases to end.
             ("grpc.keepalive_time_ms", int(config.lease_ttl_s * 1000)),
             ("grpc.keepalive_timeout_ms", int(config.grace_s * 1000)),
