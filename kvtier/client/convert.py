@@ -35,7 +35,7 @@ def token_bytes(tokens: Tokens) -> bytes:
     array = np.asarray(tokens)
     if array.dtype.kind not in "iu" or (array.size and (array.min() < 0 or array.max() >= 2**32)):
         raise InvalidRequestError(f"tokens are {array.dtype} values; give integer ids from 0 to 2^32 - 1")
-    return array.astype("<u4").tobytes()
+    return array.astype("<u4", copy=False).tobytes()
 
 
 def page_numbers(data: bytes) -> PageNumbers:

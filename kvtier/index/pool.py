@@ -62,23 +62,26 @@ class SlotPool:
 
     def free(self, slots: SlotArray) -> None:
         """Gives allocated slots without holds back."""
-        if slots.size and (self._holds[slots] != 0).any():
-            raise ValueError(f"slots {slots[self._holds[slots] != 0][:8].tolist()} are free already, or held")
+        refused = self._holds[slots] != 0
+        if refused.any():
+            raise ValueError(f"slots {slots[refused][:8].tolist()} are free already, or held")
         self._holds[slots] = _FREE
         self._stack[self.num_free : self.num_free + slots.size] = slots
         self.num_free += slots.size
 
     def hold(self, slots: SlotArray) -> None:
         """Adds one hold to each allocated slot."""
-        if slots.size and (self._holds[slots] == _FREE).any():
-            raise ValueError(f"slots {slots[self._holds[slots] == _FREE][:8].tolist()} are free and cannot be held")
-        self._holds[slots] += 1
+        holds = self._holds[slots]
+        if (holds == _FREE).any():
+            raise ValueError(f"slots {slots[holds == _FREE][:8].tolist()} are free and cannot be held")
+        self._holds[slots] = holds + 1
 
     def release(self, slots: SlotArray) -> None:
         """Takes one hold from each slot."""
-        if slots.size and (self._holds[slots] <= 0).any():
-            raise ValueError(f"slots {slots[self._holds[slots] <= 0][:8].tolist()} have no hold to release")
-        self._holds[slots] -= 1
+        holds = self._holds[slots]
+        if (holds <= 0).any():
+            raise ValueError(f"slots {slots[holds <= 0][:8].tolist()} have no hold to release")
+        self._holds[slots] = holds - 1
 
     def is_held(self, slots: SlotArray) -> npt.NDArray[np.bool_]:
         """For each slot, whether something holds it."""

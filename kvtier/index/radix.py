@@ -126,12 +126,13 @@ class RadixTree:
         return Match(segments, depth - cursor.depth, Cursor(node, depth))
 
     def _common_pages(self, node: Node, offset: int, tokens: bytes, position: int, limit: int) -> int:
-        run = node.tokens if offset == 0 else node.tokens[offset * self.stride :]
-        if len(run) <= limit * self.stride and tokens.startswith(run, position):
-            return node.num_pages - offset
-        compared = min(len(run), (len(tokens) - position) // self.stride * self.stride, limit * self.stride)
-        ours = np.frombuffer(run, dtype=np.uint64, count=compared // 8)
-        theirs = np.frombuffer(tokens, dtype=np.uint64, count=compared // 8, offset=position)
+        if offset == 0 and node.num_pages <= limit and tokens.startswith(node.tokens, position):
+            return node.num_pages
+        first_byte = offset * self.stride
+        known, asked = len(node.tokens) - first_byte, (len(tokens) - position) // self.stride * self.stride
+        count = min(known, asked, limit * self.stride) // 8
+        ours = np.frombuffer(node.tokens, dtype=np.uint64, count=count, offset=first_byte)
+        theirs = np.frombuffer(tokens, dtype=np.uint64, count=count, offset=position)
         different = ours != theirs
         first = int(np.argmax(different)) if different.any() else different.size
         return first * 8 // self.stride
