@@ -68,7 +68,7 @@ async def test_the_help_of_serve_names_every_setting(monkeypatch: pytest.MonkeyP
 async def test_doctor_exits_with_0_on_a_healthy_machine() -> None:
     shown = await run("doctor", "--json")
     assert shown.exit_code == 0
-    assert [check["passed"] for check in json.loads(shown.stdout)["checks"]] == [True] * 4
+    assert [check["passed"] for check in json.loads(shown.stdout)["checks"]] == [True] * 5
 
 
 async def test_version() -> None:
