@@ -15,7 +15,9 @@ def statistics_table(statistics: admin.GetStatisticsResponse) -> Group:
     for cache in statistics.caches:
         name = cache.fingerprint.hex()[:16]
         found = cache.tokens_found
-        table.add_row(name, cache.identity.model, "asked", "", "", "", f"{cache.tokens_asked:,}")
+        identity = cache.identity
+        model = identity.model if identity.world_size == 1 else f"{identity.model} ({identity.world_size} ranks)"
+        table.add_row(name, model, "asked", "", "", "", f"{cache.tokens_asked:,}")
         for tier, pool, tokens in (("device", cache.device, found.device), ("host", cache.host, found.host)):
             row = (f"{pool.pages:,}", f"{pool.free_pages:,}", f"{pool.held_pages:,}", f"{tokens:,}")
             table.add_row("", "", tier, *row)
