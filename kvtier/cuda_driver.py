@@ -11,6 +11,7 @@ import functools
 import uuid
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver
@@ -19,6 +20,7 @@ from kvtier.errors import ConfigurationError, GpuError
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 OUT_OF_MEMORY = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _BATCH_COPIES_SINCE = 12080  # of driver and bindings: cuMemcpyBatchAsync
 
 
@@ -41,6 +43,15 @@ class MemoryInfo(NamedTuple):
 
     free_bytes: int
     total_bytes: int
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """CPUs as Linux lists them: "0-3,8"."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
 
 
 class Gpu:
@@ -76,6 +87,12 @@ class Gpu:
             yield
         finally:
             check(driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+    def local_cpus(self) -> frozenset[int]:
+        """The CPUs whose memory is next to this GPU; none where the machine does not say."""
+        bus_id: bytes = check(driver.cuDeviceGetPCIBusId(32, self._device), "cuDeviceGetPCIBusId")
+        path = _PCI_DEVICES / bus_id.split(b"\0")[0].decode().lower() / "local_cpulist"
+        return parse_cpus(path.read_text()) if path.is_file() else frozenset()
 
     def memory_info(self) -> MemoryInfo:
         """What is free now, and all there is."""

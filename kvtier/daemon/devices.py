@@ -26,6 +26,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """What pools could take now."""
 
+    def local_cpus(self) -> frozenset[int]:
+        """The CPUs near it, whose memory its host pool should have; none when any will do."""
+
     def open_pool(self, name: str, num_pages: int, page_bytes: int) -> DevicePool:
         """A pool; raises `ConfigurationError` when it does not fit."""
 
@@ -35,6 +38,9 @@ class SharedMemoryDevice:
 
     def free_bytes(self) -> int:
         return free_bytes()
+
+    def local_cpus(self) -> frozenset[int]:
+        return frozenset()
 
     def open_pool(self, name: str, num_pages: int, page_bytes: int) -> DevicePool:
         return SharedMemoryDevicePool(name, num_pages, page_bytes)
@@ -48,6 +54,9 @@ class GpuDevice:
 
     def free_bytes(self) -> int:
         return self._gpu.memory_info().free_bytes
+
+    def local_cpus(self) -> frozenset[int]:
+        return self._gpu.local_cpus()
 
     def open_pool(self, name: str, num_pages: int, page_bytes: int) -> DevicePool:
         from kvtier.tiers.cuda_device import CudaDevicePool

@@ -137,7 +137,7 @@ class CacheRegistry:
                 prefix = f"{self._pool_prefix}{number}-{rank}"
                 device = memory.open_pool(f"{prefix}-device", pages.device, page_bytes)
                 stack.callback(device.close)
-                host = HostPool(f"{prefix}-host", pages.host, page_bytes)
+                host = HostPool(f"{prefix}-host", pages.host, page_bytes, memory.local_cpus())
                 stack.callback(host.close)
                 ranks.append(RankPools(leader.of_rank(rank).fingerprint, rank, device, host))
             stack.pop_all()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 
@@ -22,22 +24,36 @@ class HostPool:
     first `ready_pages` may be used. Their number grows until it is `num_pages`; should the machine run out of memory
     before, it stays where it is, and the log says so.
 
+    `cpus` take it, so that the machine gives memory that is near them; any CPU when there are none.
+
     Raises `ConfigurationError` when the machine does not have the memory.
     """
 
-    def __init__(self, name: str, num_pages: int, page_bytes: int, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_pages: int,
+        page_bytes: int,
+        cpus: frozenset[int] = frozenset(),
+        chunk_bytes: int = _CHUNK_BYTES,
+    ) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
+        self._cpus = cpus
         self._chunk_bytes = chunk_bytes
-        num_bytes = num_pages * page_bytes
-        self._shared = SharedMemory(name, num_bytes, min(chunk_bytes, num_bytes))
+        self._shared = SharedMemory(name, num_pages * page_bytes, taken_bytes=0)
         self.pages: ByteArray = self._shared.memory.reshape(num_pages, page_bytes)
         self._is_closing = threading.Event()
+        self._first_try = threading.Event()
         self._thread = threading.Thread(target=self._grow, name="kvtier-host-pool", daemon=True)
         self._thread.start()
+        self._first_try.wait()
 
     def _grow(self) -> None:
         shared = self._shared
+        if self._cpus:
+            with contextlib.suppress(OSError):  # this process may not run there: any memory will do
+                os.sched_setaffinity(0, self._cpus)  # of this thread
         started = told = time.monotonic()
         while shared.taken_bytes < shared.num_bytes and not self._is_closing.is_set():
             try:
@@ -45,6 +61,8 @@ class HostPool:
             except ConfigurationError as error:
                 _log.warning("the host pool stays at %d of %d bytes: %s", shared.taken_bytes, shared.num_bytes, error)
                 return
+            finally:
+                self._first_try.set()
             now = time.monotonic()
             if now - told >= _LOG_EVERY_S or shared.taken_bytes == shared.num_bytes:
                 told = now

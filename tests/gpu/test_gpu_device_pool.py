@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from gpu_pages import read_all, write_pages
 
-from kvtier.cuda_driver import Gpu, gpus
+from kvtier.cuda_driver import Gpu, gpus, parse_cpus
 from kvtier.errors import ConfigurationError
 from kvtier.index.pool import SlotArray, slot_array
 from kvtier.tiers.cuda_device import CudaDevicePool
@@ -170,3 +172,11 @@ def test_a_tensor_of_the_pool_is_the_pool(open_pools: Callable[[int], Pools]) ->
     torch.cuda.synchronize()
     pools.device_images[9] = 5
     pools.check()
+
+
+def test_the_cpus_near_a_gpu_are_cpus_of_this_machine(device: torch.device) -> None:
+    assert parse_cpus("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8}
+    assert parse_cpus("\n") == frozenset()
+    near = gpus()[device.index].local_cpus()
+    print("near", device, sorted(near))
+    assert near <= set(range(os.cpu_count() or 0))

@@ -65,6 +65,25 @@ def test_a_large_one_becomes_ready_chunk_by_chunk(
     assert f"took {10 * PAGE} of {10 * PAGE} bytes of host memory" in caplog.text
 
 
+def test_its_memory_is_taken_by_the_cpus_that_it_should_be_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.sched_getaffinity(0)
+    cpu = max(own)
+    taken_by: list[set[int]] = []
+
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        taken_by.append(os.sched_getaffinity(0))
+        real_fallocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    for cpus, expected in ((frozenset({cpu}), {cpu}), (frozenset({1000}), own), (frozenset[int](), own)):
+        taken_by.clear()
+        pool = HostPool(NAME, 2, PAGE, cpus, chunk_bytes=PAGE)
+        wait_for(pool, 2)
+        pool.close()
+        assert taken_by == [expected, expected]
+    assert os.sched_getaffinity(0) == own
+
+
 def test_closing_does_not_wait_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     began, permits = threading.Semaphore(0), threading.Semaphore(1)
 
@@ -110,15 +129,17 @@ def test_more_than_the_machine_has_is_refused_at_once() -> None:
 
 
 async def test_a_daemon_serves_while_its_host_pool_grows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    permits = threading.Semaphore(0)
+    permits = threading.Semaphore(1)
+
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        assert threading.current_thread().name != "kvtier-host-pool" or permits.acquire(timeout=20)
+        real_fallocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
 
     class SlowPool(HostPool):
-        def __init__(self, name: str, num_pages: int, page_bytes: int) -> None:
-            super().__init__(name, num_pages, page_bytes, chunk_bytes=16 * page_bytes)
-
-        def _grow(self) -> None:
-            assert permits.acquire(timeout=20)
-            super()._grow()
+        def __init__(self, name: str, num_pages: int, page_bytes: int, cpus: frozenset[int]) -> None:
+            super().__init__(name, num_pages, page_bytes, cpus, chunk_bytes=16 * page_bytes)
 
     monkeypatch.setattr("kvtier.daemon.registry.HostPool", SlowPool)
     prompts = [some_tokens(8, seed) for seed in range(8)]  # 64 pages
@@ -127,7 +148,7 @@ async def test_a_daemon_serves_while_its_host_pool_grows(directory: Path, monkey
         for prompt in prompts:
             await store(session, "tenant", prompt)
         assert only_cache(operator).tree_pages == 32
-        permits.release()
+        permits.release(2)
         await eventually(lambda: only_cache(operator).host.pages == 48)
         for prompt in prompts[:5]:
             await store(session, "tenant", prompt, wait_s=10)
