@@ -10,7 +10,7 @@ import pytest
 import redis
 import torch
 
-from kvtier.launch import DaemonProcess
+from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.chain import chain_keys, root_key
 from kvtier.pages.envelope import PageName
 from kvtier.pages.fingerprint import CacheIdentity
@@ -25,6 +25,7 @@ from kvtier.worker import (
     Worker,
     WorkerModel,
     WorkerOptions,
+    connect_tensor_parallel,
     connect_worker,
     load_model,
     load_tokenizer,
@@ -112,3 +113,27 @@ def test_replies_do_not_depend_on_the_tier(
     assert from_device.tokens == from_host.tokens == from_redis.tokens
     text = load_tokenizer(MODEL).decode(from_redis.tokens)
     assert "lighthouse" in text  # who built it hangs on a difference of logits that any quantisation may turn
+
+
+def load_smollm2() -> WorkerModel:
+    """In the process of every rank."""
+    torch.set_num_threads(1)
+    return load_model(MODEL)
+
+
+@pytest.mark.slow
+def test_three_ranks_reply_as_one_process_does(model: WorkerModel, prompt: tuple[int, ...], directory: Path) -> None:
+    """Each with three of the nine query heads and one of the three KV heads, over NVFP4 pages with the recipe."""
+    recipe = find_recipe("shipped", model.revision)
+    request = Request("museum", prompt, 40)
+    with daemon_process(directory, device_bytes=64 << 20, host_bytes=64 << 20, redis="none", max_caches=2) as daemon:
+        with connect_worker(daemon.address, model, page_size=PAGE_SIZE, recipe=recipe) as worker:
+            alone = worker.generate(request)
+        with connect_tensor_parallel(
+            daemon.address, load_smollm2, ["cpu"] * 3, page_size=PAGE_SIZE, recipe=recipe
+        ) as worker:
+            together, again = worker.generate(request), worker.generate(request)
+    assert together.statistics.found.total == 0
+    assert again.statistics.found.device == len(prompt) // PAGE_SIZE * PAGE_SIZE
+    assert alone.tokens == together.tokens
+    assert again.statistics.computed_tokens < PAGE_SIZE
