@@ -20,7 +20,7 @@ from kvtier.worker.follower import follow
 from kvtier.worker.group import GroupSettings, LoadModel, attach, joined
 from kvtier.worker.model import WorkerModel, device_uuids
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
-from kvtier.worker.ranks import LOADED, READY, RankProcess, Ranks
+from kvtier.worker.ranks import JOIN, LOADED, READY, RankProcess, Ranks
 from kvtier.worker.shard import shard_model
 
 
@@ -98,6 +98,8 @@ def connect_tensor_parallel(
             model = load()
             for other in others:
                 other.wait(LOADED, load_timeout_s)
+            for other in others:
+                other.send(JOIN)
             stack.enter_context(joined(settings, 0))
             model = shard_model(model, settings.devices[0])
             session = stack.enter_context(attach(settings, model))
