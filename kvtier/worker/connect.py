@@ -73,8 +73,8 @@ def connect_tensor_parallel(
         load_timeout_s: how long the other ranks may take until they are ready.
         step_timeout_s: how long ranks wait for each other within a step.
 
-    Raises `RankLostError`, also later on, when the process of a rank ends, and `InvalidRequestError` when the model cannot
-    be split among so many.
+    Raises `RankLostError`, also later on, when the process of a rank ends, and `InvalidRequestError` when the model
+    cannot be split among so many.
     """
     if torch.distributed.is_initialized():
         raise InvalidRequestError("torch.distributed is in use in this process; connect from a process of its own")
