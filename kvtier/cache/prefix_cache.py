@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,6 +78,9 @@ class PrefixCache:
         mover: has the pools, and copies between them and to Redis; the cache closes it and them.
         write_policy, after_hits: when pages are written below the device.
         metrics: the daemon's.
+
+    Attributes:
+        pool_id: names its pools; a cache that is closed and opened again has others.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class PrefixCache:
         metrics: Metrics,
     ) -> None:
         self.identity = identity
+        self.pool_id = uuid.uuid4().hex
         self.ranks = mover.ranks
         num_device = self.ranks[0].device.num_pages
         self.index = PageIndex(identity.layout.page_size, num_device, self._num_host_pages, LruPolicy())

@@ -27,9 +27,13 @@ class PoolMapping:
     it when it ends, and not the worker. Only then the next daemon may have the same memory for its own pool.
     """
 
-    def __init__(self, handle: PoolHandle, epoch: str) -> None:
-        """Maps the pool; raises `ConfigurationError` when this process may not, or does not see the pool's GPU."""
+    def __init__(self, handle: PoolHandle, epoch: str, pool_id: str) -> None:
+        """Maps the pool; raises `ConfigurationError` when this process may not, or does not see the pool's GPU.
+
+        `epoch` is the daemon's; `pool_id` is the same on all ranks of a model, and another once their pools are others.
+        """
         self.epoch = epoch
+        self.pool_id = pool_id
         self.num_pages = handle.num_pages
         self.page_bytes = handle.page_bytes
         self._memory: PoolMemory | None = _map(handle)

@@ -66,7 +66,7 @@ class Stream:
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
         self._valid_until = time.monotonic() + self.lease_ttl_s
         self._start(self._beat())
-        return PoolMapping(pool_from_message(attached.pool), attached.epoch)
+        return PoolMapping(pool_from_message(attached.pool), attached.epoch, attached.pool_id)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -40,17 +40,27 @@ class _LoopThread:
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-@functools.cache
+_start_loop = functools.cache(_LoopThread)
+_start_turn = threading.Lock()
+
+
 def _loop_thread() -> _LoopThread:
     """The one of this process.
 
     NOTE: gRPC wakes all event loops of a process for every event. With a loop for each session all of them would wake,
     and what comes late for one that has been closed would raise in another.
     """
-    return _LoopThread()
+    with _start_turn:
+        return _start_loop()
 
 
-os.register_at_fork(after_in_child=_loop_thread.cache_clear)  # a child has no threads of its parent's
+def _after_fork() -> None:
+    """In the child, which has no threads of its parent's."""
+    _start_loop.cache_clear()
+    _start_turn.release()
+
+
+os.register_at_fork(before=_start_turn.acquire, after_in_parent=_start_turn.release, after_in_child=_after_fork)
 
 
 def connect(

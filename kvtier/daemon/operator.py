@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class Operator:
         self._started = time.monotonic()
         self._pins: dict[int, tuple[PrefixCache, int]] = {}
         self._pin_ids = itertools.count(1)
+        self._drains: set[asyncio.Task[Drained]] = set()
 
     async def flush(self, namespace: str) -> Flushed:
         """Removes a namespace from every tier; raises `RedisUnavailableError` when Redis cannot be flushed."""
@@ -82,9 +84,22 @@ class Operator:
     async def drain(self, timeout_s: float) -> Drained:
         """Refuses new leases from now on, and writes what Redis lacks."""
         self._sessions.draining = True
-        deadline = time.monotonic() + timeout_s
+        # NOTE: In a task of its own: gRPC cancels this one when the caller goes, and whoever copies has to see it end.
+        task = asyncio.create_task(self._write_all(time.monotonic() + timeout_s))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+        return await asyncio.shield(task)
+
+    async def _write_all(self, deadline: float) -> Drained:
         drained = [await cache.drain(max(0.0, deadline - time.monotonic())) for cache in self.registry]
         return Drained(sum(d.stored_pages for d in drained), sum(d.unstored_pages for d in drained))
+
+    async def close(self) -> None:
+        """Breaks off what callers left under way; the caches are to be closed next."""
+        for task in self._drains:
+            task.cancel()
+        if self._drains:
+            await asyncio.wait(self._drains)
 
     # --- figures -----------------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ async def running(config: Config) -> AsyncIterator[Operator]:
         sessions = Sessions(uuid.uuid4().hex, config, registry, metrics)
         stack.push_async_callback(sessions.close)
         operator = Operator(sessions, redis)
+        stack.push_async_callback(operator.close)
         metrics.add_gauges(operator.gauges)
         _serve_metrics(config, metrics, stack)
 

@@ -166,6 +166,7 @@ class Session:
             pool=pool_to_message(self._cache.ranks[self._rank].device.handle()),
             lease_ttl_ms=int(self._sessions.config.lease_ttl_s * 1000),
             session_id=self.session_id,
+            pool_id=self._cache.pool_id,
         )
 
     async def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:

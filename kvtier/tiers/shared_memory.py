@@ -6,7 +6,9 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigurationError
 
 _ROOT = Path("/dev/shm")
+_BLOCK_BYTES = 512  # in which stat counts, whatever those of the file system are
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -27,8 +30,12 @@ class SharedMemory:
     Args:
         taken_bytes: what is taken now, the first so many bytes; all when it is not given. Takes a second a gigabyte.
 
-    Raises `ConfigurationError` when the machine does not have `num_bytes`.
+    Raises `ConfigurationError` when the machine does not have `num_bytes`, beside what others of this process are still
+    to take.
     """
+
+    _open: ClassVar[set[SharedMemory]] = set()
+    _open_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, name: str, num_bytes: int, taken_bytes: int | None = None) -> None:
         self.path = _ROOT / name
@@ -39,6 +46,8 @@ class SharedMemory:
             if free_bytes() < num_bytes:
                 raise self._does_not_fit()
             os.ftruncate(self._descriptor, num_bytes)
+            with self._open_lock:
+                self._open.add(self)
             self.take(num_bytes if taken_bytes is None else taken_bytes)
             self._map = mmap.mmap(self._descriptor, num_bytes)
         except BaseException:
@@ -63,17 +72,26 @@ class SharedMemory:
             f"smaller, or {_ROOT} larger (docker: --shm-size)"
         )
 
+    @classmethod
+    def untaken_bytes(cls) -> int:
+        """What all that is open in this process is still to take."""
+        with cls._open_lock:
+            files = [os.fstat(memory._descriptor) for memory in cls._open]
+        return sum(max(0, file.st_size - file.st_blocks * _BLOCK_BYTES) for file in files)
+
     def close(self) -> None:
         """Removes the name. The memory itself goes when the last process that mapped it does."""
-        os.close(self._descriptor)
+        with self._open_lock:
+            self._open.discard(self)
+            os.close(self._descriptor)
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
 
 def free_bytes() -> int:
-    """Bytes of shared memory that this machine has left."""
+    """Bytes of shared memory that this machine has left, without those that this process is still to take."""
     status = os.statvfs(_ROOT)
-    return status.f_bavail * status.f_frsize
+    return max(0, status.f_bavail * status.f_frsize - SharedMemory.untaken_bytes())
 
 
 def remove_stale(prefix: str) -> int:

@@ -20,8 +20,8 @@ from kvtier.worker.follower import follow
 from kvtier.worker.group import GroupSettings, LoadModel, attach, joined
 from kvtier.worker.model import WorkerModel, device_uuids
 from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
-from kvtier.worker.ranks import LOADED, READY, RankProcess, Ranks
-from kvtier.worker.shard import shard_model
+from kvtier.worker.ranks import JOIN, LOADED, READY, RankProcess, Ranks
+from kvtier.worker.shard import check_shards, shard_model
 
 
 @contextmanager
@@ -73,7 +73,8 @@ def connect_tensor_parallel(
         load_timeout_s: how long the other ranks may take until they are ready.
         step_timeout_s: how long ranks wait for each other within a step.
 
-    Raises `RankLostError`, also later on, when the process of a rank ends.
+    Raises `RankLostError`, also later on, when the process of a rank ends, and `InvalidRequestError` when the model
+    cannot be split among so many.
     """
     if torch.distributed.is_initialized():
         raise InvalidRequestError("torch.distributed is in use in this process; connect from a process of its own")
@@ -96,8 +97,11 @@ def connect_tensor_parallel(
         stack.callback(ranks.close)
         with ranks.together():
             model = load()
+            check_shards(model, len(devices))  # before ranks wait for each other
             for other in others:
                 other.wait(LOADED, load_timeout_s)
+            for other in others:
+                other.send(JOIN)
             stack.enter_context(joined(settings, 0))
             model = shard_model(model, settings.devices[0])
             session = stack.enter_context(attach(settings, model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import gc
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -119,7 +120,7 @@ class Worker:
         self._admit()
         self._grow()
         # NOTE: the pool is read before the leases are checked. A lease that holds afterwards is of the session that the
-        # pool belongs to, so page numbers are never looked up in the pool of another epoch.
+        # pool belongs to, so page numbers are never looked up in another pool.
         on_pool = self._on_pool() if self._running else None
         planned = [plan for plan in plan_step(self._running, self._options.step_tokens) if self._is_held(plan.sequence)]
         if on_pool and planned:
@@ -131,7 +132,7 @@ class Worker:
         started_s = time.perf_counter()
         chunks = [plan.chunk for plan in planned]
         try:
-            with self._ranks.computing(on_pool.pool.epoch, chunks):
+            with self._ranks.computing(on_pool.pool.pool_id, chunks):
                 output = on_pool.runner.run(chunks)
                 tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
         except BaseException:
@@ -262,6 +263,7 @@ class Worker:
     def _forget_pool(self) -> None:
         """Called by the session's thread: views of a lost pool would keep its memory, even while nothing runs."""
         self._known_pool = None
+        gc.collect()  # torch's tensor parallelism leaves cycles behind that refer to the last step
 
     def _check(self, request: Request) -> None:
         num_tokens = len(request.prompt) + request.max_new_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from kvtier.client import PoolMapping, Session
 from kvtier.errors import SessionLostError
 from kvtier.worker.group import GroupSettings, attach, joined
 from kvtier.worker.model import WorkerModel
-from kvtier.worker.ranks import LOADED, READY
+from kvtier.worker.ranks import JOIN, LOADED, READY
 from kvtier.worker.shard import shard_model
 from kvtier.worker.step import StepRunner, StepRunners
 from kvtier.worker.step_messages import StepDecoder
@@ -26,6 +27,8 @@ def follow(connection: Connection, settings: GroupSettings, rank: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         model = settings.load()
         connection.send_bytes(LOADED)
+        message = connection.recv_bytes()
+        assert message == JOIN, message
         with joined(settings, rank):
             model = shard_model(model, settings.devices[rank])
             with attach(settings, model) as session:
@@ -38,7 +41,7 @@ class _Follower:
         self._session = session
         self._timeout_s = settings.timeout_s
         self._runners = StepRunners(model, session.identity.layout, settings.options, settings.recipe)
-        self._on_pool: tuple[str, StepRunner] | None = None
+        self._on_pool: tuple[PoolMapping, StepRunner] | None = None
 
     def run(self, connection: Connection) -> None:
         """Computes steps; raises `EOFError` when rank 0 has gone."""
@@ -46,25 +49,27 @@ class _Follower:
         while True:
             if connection.poll(_LET_GO_S):
                 step = decoder.decode(connection.recv_bytes())
-                self._runner(step.epoch).run(step.chunks)
-            elif self._session.pool.is_lost:
+                self._runner(step.pool_id).run(step.chunks)
+            elif self._on_pool and self._on_pool[0].is_lost:
                 # Views of a lost pool would keep its memory, which the next daemon may need.
                 self._on_pool = None
+                gc.collect()  # torch's tensor parallelism leaves cycles behind that refer to the last step
 
-    def _runner(self, epoch: str) -> StepRunner:
-        if self._on_pool is None or self._on_pool[0] != epoch:
+    def _runner(self, pool_id: str) -> StepRunner:
+        if self._on_pool is None or self._on_pool[0].pool_id != pool_id:
             self._on_pool = None
-            self._on_pool = epoch, self._runners.on(self._pool_of(epoch).memory)
+            pool = self._pool(pool_id)
+            self._on_pool = pool, self._runners.on(pool.memory)
         return self._on_pool[1]
 
-    def _pool_of(self, epoch: str) -> PoolMapping:
-        """The pool of the daemon that rank 0 has its leases from, once this rank's session has attached to it too."""
+    def _pool(self, pool_id: str) -> PoolMapping:
+        """This rank's pool of those in which rank 0 has its leases, once this rank's session has attached to it too."""
         deadline = time.monotonic() + self._timeout_s
-        while (pool := self._session.pool).epoch != epoch or pool.is_lost:
+        while (pool := self._session.pool).pool_id != pool_id or pool.is_lost:
             if time.monotonic() > deadline:
                 raise SessionLostError(
-                    f"rank {self._session.identity.rank} is not attached to the daemon of epoch {epoch} after "
-                    f"{self._timeout_s:g} s; it had {pool.epoch}"
+                    f"rank {self._session.identity.rank} is not attached to the pools that rank 0 has leases in after "
+                    f"{self._timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
         return pool

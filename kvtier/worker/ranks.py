@@ -9,12 +9,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from kvtier.errors import RankLostError
+from kvtier.errors import KvtierError, RankLostError
 from kvtier.worker.chunk import Chunk
 from kvtier.worker.step_messages import Step, StepEncoder
 
 LOADED, READY = b"loaded", b"ready"
 """What a rank says while it starts: that it has its model, and that it waits for steps."""
+JOIN = b"join"
+"""What rank 0 says to all when they are loaded: from now on they wait for each other no longer than within a step."""
 
 _END_S = 5.0  # for a process to end by itself
 _MOMENT_S = 0.5
@@ -27,10 +29,10 @@ class RankProcess(NamedTuple):
     process: BaseProcess
     connection: Connection
 
-    def send(self, encoded_step: bytes) -> None:
-        """Has it compute a step; raises `RankLostError`."""
+    def send(self, message: bytes) -> None:
+        """Has it join the others, or compute an encoded step; raises `RankLostError`."""
         try:
-            self.connection.send_bytes(encoded_step)
+            self.connection.send_bytes(message)
         except OSError as error:
             raise self.lost() from error
 
@@ -39,9 +41,10 @@ class RankProcess(NamedTuple):
         try:
             if not self.connection.poll(timeout_s):
                 raise RankLostError(f"rank {self.rank} is not {message.decode()} after {timeout_s:g} s")
-            assert self.connection.recv_bytes() == message
+            received = self.connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self.lost() from error
+        assert received == message, f"rank {self.rank} says {received!r}"
 
     @property
     def has_ended(self) -> bool:
@@ -66,12 +69,12 @@ class Ranks:
         self._encoder = StepEncoder()
 
     @contextlib.contextmanager
-    def computing(self, epoch: str, chunks: Items[Chunk]) -> Iterator[None]:
-        """Has the other ranks compute `chunks` on the pool of `epoch`, as the block does on rank 0; see `together`."""
+    def computing(self, pool_id: str, chunks: Items[Chunk]) -> Iterator[None]:
+        """Has the other ranks compute `chunks` on the pool `pool_id`, as the block does on rank 0; see `together`."""
         if not self._others:
             yield
             return
-        encoded = self._encoder.encode(Step(epoch, list(chunks)))
+        encoded = self._encoder.encode(Step(pool_id, list(chunks)))
         with self.together():
             for other in self._others:
                 other.send(encoded)
@@ -81,15 +84,18 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """For what all ranks do together.
 
-        Raises `RankLostError` when one of the others has ended. NOTE: an error in the block ends all of them, since
-        they may wait for rank 0 in the middle of it, and would take what it does next for the rest.
+        Raises `RankLostError` when one of the others has ended, unless the block says itself why it failed.
+        NOTE: an error in the block ends all of them, since they may wait for rank 0 in the middle of it, and would take
+        what it does next for the rest.
         """
         try:
             yield
         except BaseException as error:
-            lost = [other for other in self._others if other.has_ended]
+            # torch has many errors for a rank that has gone; kvtier's own say themselves what is wrong.
+            may_be_lost = isinstance(error, Exception) and not isinstance(error, KvtierError)
+            lost = [other for other in self._others if may_be_lost and other.has_ended]
             self.close()
-            if lost and not isinstance(error, RankLostError):
+            if lost:
                 raise lost[0].lost() from error
             raise
 

@@ -28,20 +28,24 @@ _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce"})
 """What every rank keeps whole: embeddings are little work, and norms of single heads are the same for all."""
 
 
-def shard_model(model: WorkerModel, device: torch.device) -> WorkerModel:
-    """This rank's part of `model`, on `device`; takes the model apart.
-
-    All ranks of torch's default process group call it together, each with the whole model, which need not fit on their
-    devices; then they compute every batch together. Raises `InvalidRequestError` when the model cannot be split among
-    so many.
-    """
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+def check_shards(model: WorkerModel, world_size: int) -> None:
+    """Raises `InvalidRequestError` when the whole `model` cannot be split among so many ranks."""
     config = model.module.config.get_text_config()
     heads = (config.num_attention_heads, model.geometry.num_kv_heads)
     if any(count % world_size for count in heads):
         raise InvalidRequestError(
             f"{model.name} has {heads[0]} query and {heads[1]} KV heads, which {world_size} ranks cannot share equally"
         )
+    _plan_of(model)
+
+
+def shard_model(model: WorkerModel, device: torch.device) -> WorkerModel:
+    """This rank's part of `model`, on `device`; takes the model apart, which has passed `check_shards`.
+
+    All ranks of torch's default process group call it together, each with the whole model, which need not fit on their
+    devices; then they compute every batch together.
+    """
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world_size,))
     for name, style in _plan_of(model).items():
         # Each rank has loaded the same weights: nothing needs to be sent.

@@ -15,9 +15,9 @@ from kvtier.worker.chunk import Chunk
 
 
 class Step(NamedTuple):
-    """The chunks of one forward pass, and the epoch of the pool that their pages are of."""
+    """The chunks of one forward pass, and the id of the pool that their pages are of."""
 
-    epoch: str
+    pool_id: str
     chunks: list[Chunk]
 
 
@@ -32,7 +32,7 @@ class StepEncoder:
 
         NOTE: the same sequence of page numbers may have become longer since it was told, and nothing else.
         """
-        encoded: bytes = msgpack.packb((step.epoch, [self._fields(chunk) for chunk in step.chunks]))
+        encoded: bytes = msgpack.packb((step.pool_id, [self._fields(chunk) for chunk in step.chunks]))
         return encoded
 
     def _fields(self, chunk: Chunk) -> tuple[object, ...]:
@@ -49,8 +49,8 @@ class StepDecoder:
         self._pages: dict[int, list[int]] = {}
 
     def decode(self, encoded: bytes) -> Step:
-        epoch, chunks = msgpack.unpackb(encoded)
-        return Step(epoch, [self._chunk(*fields) for fields in chunks])
+        pool_id, chunks = msgpack.unpackb(encoded)
+        return Step(pool_id, [self._chunk(*fields) for fields in chunks])
 
     def _chunk(
         self, tokens: list[int], start: int, first: int, pages: list[int], open_slot: int, is_shared: bool

@@ -6,11 +6,15 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from serving import IDENTITY, small_config
 
 from kvtier.client import connect
+from kvtier.client.sync import _loop_thread, _start_loop
 from kvtier.daemon.server import running
 
 # Without a session: gRPC itself is not made for a fork.
@@ -44,6 +48,21 @@ async def test_sessions_share_a_thread(directory: Path) -> None:
     address = f"unix:{directory}/kvtier.sock"
     async with running(small_config(directory)):
         await asyncio.to_thread(use_two)
+
+
+def test_threads_that_connect_at_the_same_time_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(client_threads())
+    _start_loop.cache_clear()
+    monkeypatch.setattr(asyncio, "new_event_loop", slow_new_event_loop)
+    with ThreadPoolExecutor(4) as threads:
+        loops = set(threads.map(lambda _: _loop_thread(), range(4)))
+    assert len(loops) == 1
+    assert len(client_threads()) == before + 1
+
+
+def slow_new_event_loop() -> asyncio.AbstractEventLoop:
+    time.sleep(0.05)  # the others come in the meantime
+    return asyncio.SelectorEventLoop()
 
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:

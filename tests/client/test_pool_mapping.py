@@ -36,7 +36,7 @@ def test_a_pool_in_memory_of_another_kind_is_refused() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("cuda") is not None, reason="cuda-bindings is installed")
 def test_a_pool_on_a_gpu_names_what_is_missing_to_map_it() -> None:
     with pytest.raises(ConfigurationError, match=r"lies on GPU-2f6e1c3a-.*; to map it, install 'kvtier\[gpu\]'"):
-        PoolMapping(HANDLES[1], "epoch")
+        PoolMapping(HANDLES[1], "epoch", "pool")
 
 
 async def test_a_session_that_ended_lets_go_of_the_pool_and_the_worker_keeps_what_it_took(directory: Path) -> None:

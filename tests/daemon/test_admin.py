@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +28,13 @@ from serving import (
 
 import kvtier
 from kvtier.client import AsyncSession, Client, TokensByTier
+from kvtier.daemon.devices import SharedMemoryDevice
 from kvtier.daemon.server import running
 from kvtier.errors import CacheFullError, DaemonError, DrainingError, PinUnknownError
+from kvtier.index.pool import SlotArray
+from kvtier.tiers.device import SharedMemoryDevicePool
+from kvtier.tiers.host import HostPool
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 T = TypeVar("T")
 PROMPT = some_tokens(8, seed=1)
@@ -172,6 +178,38 @@ async def test_drain_writes_to_redis_and_refuses_new_work(directory: Path, valke
             await session.acquire("tenant", PROMPT)
         assert (await ask(directory, lambda client: client.statistics())).draining
         assert (await where(directory, "tenant")).total == ALL  # lookups go on
+
+
+class SlowToSpill(SharedMemoryDevicePool):
+    """Copies pages down when it may."""
+
+    began, may = threading.Event(), threading.Event()
+
+    def read_pages(self, slots: SlotArray, host: HostPool, host_slots: SlotArray) -> None:
+        self.began.set()
+        assert self.may.wait(20)
+        super().read_pages(slots, host, host_slots)
+
+
+async def test_a_drain_whose_caller_goes_leaves_no_copy_half_done(
+    directory: Path, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedMemoryDevice, "open_pool", lambda _, *arguments: SlowToSpill(*arguments))
+    SlowToSpill.began.clear()
+    SlowToSpill.may.clear()
+    async with running(small_config(directory, redis=valkey.url)) as operator, await attach(directory) as session:
+        await store(session, "tenant", PROMPT)
+        async with grpc.aio.insecure_channel(f"unix:{directory}/kvtier.sock") as channel:
+            call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(timeout_seconds=20))
+            ending = asyncio.ensure_future(call)
+            assert await asyncio.to_thread(SlowToSpill.began.wait, 20)
+            call.cancel()
+            await asyncio.wait([ending])
+        await ask(directory, lambda client: client.statistics())  # the daemon knows by then
+        SlowToSpill.may.set()
+        await eventually(lambda: valkey.client.dbsize() == 8)
+        await eventually(lambda: only_cache(operator).device.held_pages == only_cache(operator).host.held_pages == 0)
+        state_of(operator)
 
 
 async def test_drain_without_an_answer_from_redis_ends_in_time_and_says_what_is_missing(

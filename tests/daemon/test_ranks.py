@@ -190,6 +190,19 @@ async def test_ranks_of_another_number_are_another_model(directory: Path) -> Non
         assert len(state_of(operator).caches) == 2
 
 
+async def test_pools_that_are_made_anew_have_another_id(directory: Path) -> None:
+    async with running(config_of_ranks(directory, 16, 16)):
+        async with group(directory) as ranks:
+            (first,) = {session.pool.pool_id for session in ranks.sessions}
+            epoch = ranks.sessions[0].epoch
+        async with await attach(directory, IDENTITY):  # the memory is for one cache
+            pass
+        async with group(directory) as ranks:
+            (second,) = {session.pool.pool_id for session in ranks.sessions}
+            assert ranks.sessions[0].epoch == epoch
+    assert second != first
+
+
 class FakeGpu:
     """What `Gpus` asks of a GPU: it opens no pool in these tests."""
 

@@ -128,6 +128,20 @@ def test_more_than_the_machine_has_is_refused_at_once() -> None:
     assert not (Path("/dev/shm") / NAME).exists()
 
 
+def test_pools_that_do_not_fit_together_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one grows still when the second is opened, as those of ranks are."""
+    monkeypatch.setattr(HostPool, "_grow", lambda pool: pool._is_closing.wait(20))
+    num_pages = free_bytes() * 6 // 10 // PAGE
+    first = HostPool(NAME, num_pages, PAGE, chunk_bytes=PAGE)
+    try:
+        with pytest.raises(ConfigurationError, match="bytes of shared memory do not fit"):
+            HostPool(f"{NAME}-2", num_pages, PAGE, chunk_bytes=PAGE)
+    finally:
+        first.close()
+    HostPool(NAME, num_pages, PAGE, chunk_bytes=PAGE).close()
+    assert not list(Path("/dev/shm").glob(f"{NAME}*"))
+
+
 async def test_a_daemon_serves_while_its_host_pool_grows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     permits = threading.Semaphore(1)
 

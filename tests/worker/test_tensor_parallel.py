@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections.abc import Iterator
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -144,6 +147,56 @@ def test_a_worker_of_ranks_goes_on_with_a_new_daemon(
     replies = [sequence.reply for sequence in sequences if sequence.reply]
     assert_same_replies(expected, replies, PageFormat.NVFP4)
     assert any(reply.statistics.restarts for reply in replies)
+
+
+def test_idle_ranks_let_go_of_the_pools_of_a_dead_daemon(small_daemon: DaemonProcess, directory: Path) -> None:
+    def lost_pools(process_id: int) -> int:
+        maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+        return sum("/dev/shm/kvtier-" in line and line.endswith("(deleted)") for line in maps)
+
+    bytes_of_all = 16 * WORLD_SIZE * rank_page_bytes()
+    with worker_of_ranks(small_daemon.address) as worker:
+        worker.generate(REQUESTS[0])
+        (other,) = multiprocessing.active_children()
+        assert other.pid
+        small_daemon.kill()
+        # It has room for pools of its own beside those, so that nobody has to let go for it.
+        with daemon_process(directory, device_bytes=bytes_of_all, host_bytes=bytes_of_all, redis="none") as successor:
+            with Client(successor.address) as client:
+                wait_until(lambda: client.statistics().sessions == WORLD_SIZE)
+            wait_until(lambda: lost_pools(os.getpid()) == lost_pools(other.pid or 0) == 0)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def load_and_tell(directory: Path) -> WorkerModel:
+    """In rank 0 it takes a second longer than in the others."""
+    loaded, early = directory / "loaded", directory / "early"
+    if multiprocessing.parent_process() is not None:
+        loaded.touch()
+        return load_tiny("llama")
+    wait_until(loaded.exists)
+    time.sleep(1)
+    if list(directory.glob("*/rendezvous")):
+        early.touch()
+    return load_tiny("llama")
+
+
+def test_ranks_wait_for_each_other_only_once_all_are_loaded(
+    daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may take longer to load than a step may take."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    load = functools.partial(load_and_tell, tmp_path)
+    with connect_tensor_parallel(daemon.address, load, ["cpu", "cpu"], PageFormat.NVFP4, PAGE_SIZE):
+        assert list(tmp_path.glob("*/rendezvous"))
+    assert not (tmp_path / "early").exists()
+    assert not list(tmp_path.glob("kvtier-ranks-*"))
 
 
 def test_a_rank_that_ends_is_an_error_and_not_a_hang(daemon: DaemonProcess) -> None:
