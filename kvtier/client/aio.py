@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
@@ -219,6 +220,11 @@ class AsyncLease:
         self.reserved_pages = page_numbers(acquired.reserved_pages)
         self.matched_tokens = tokens_by_tier(acquired.matched_tokens)
         self.left_tokens = tokens_by_tier(acquired.left_tokens)
+
+    @property
+    def valid_until_s(self) -> float:
+        """When its time is over, by this machine's monotonic clock, if the daemon answers nothing more."""
+        return time.monotonic() + self._stream.seconds_left
 
     def check(self) -> None:
         """Raises `LeaseLostError` when the pages may be another's by now. Call it before every launch on them."""

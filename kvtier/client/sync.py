@@ -167,6 +167,11 @@ class Lease:
         """What was known below the device but did not come up in time."""
         return self.inner.left_tokens
 
+    @property
+    def valid_until_s(self) -> float:
+        """When its time is over; see `AsyncLease`."""
+        return self.inner.valid_until_s
+
     def check(self) -> None:
         """Raises `LeaseLostError` when the pages may be another's by now."""
         self.inner.check()

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import Future
 
 from kvtier.errors import ConfigurationError
 from kvtier.tiers.shared_memory import ByteArray, SharedMemory
@@ -44,25 +45,37 @@ class HostPool:
         self._shared = SharedMemory(name, num_pages * page_bytes, taken_bytes=0)
         self.pages: ByteArray = self._shared.memory.reshape(num_pages, page_bytes)
         self._is_closing = threading.Event()
-        self._first_try = threading.Event()
-        self._thread = threading.Thread(target=self._grow, name="kvtier-host-pool", daemon=True)
+        self._first_chunk: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="kvtier-host-pool", daemon=True)
         self._thread.start()
-        self._first_try.wait()
+        try:
+            self._first_chunk.result()
+        except BaseException:
+            self.close()
+            raise
 
-    def _grow(self) -> None:
-        shared = self._shared
+    def _run(self) -> None:
         if self._cpus:
             with contextlib.suppress(OSError):  # this process may not run there: any memory will do
                 os.sched_setaffinity(0, self._cpus)  # of this thread
+        try:
+            self._shared.take(min(self._chunk_bytes, self._shared.num_bytes))
+        except BaseException as error:  # for whoever makes the pool
+            self._first_chunk.set_exception(error)
+            return
+        self._first_chunk.set_result(None)
+        self._grow()
+
+    def _grow(self) -> None:
+        shared = self._shared
         started = told = time.monotonic()
         while shared.taken_bytes < shared.num_bytes and not self._is_closing.is_set():
             try:
                 shared.take(min(shared.taken_bytes + self._chunk_bytes, shared.num_bytes))
             except ConfigurationError as error:
                 _log.warning("the host pool stays at %d of %d bytes: %s", shared.taken_bytes, shared.num_bytes, error)
+                shared.give_up_rest()
                 return
-            finally:
-                self._first_try.set()
             now = time.monotonic()
             if now - told >= _LOG_EVERY_S or shared.taken_bytes == shared.num_bytes:
                 told = now

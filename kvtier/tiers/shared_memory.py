@@ -66,6 +66,10 @@ class SharedMemory:
                 raise
             self.taken_bytes = taken_bytes
 
+    def give_up_rest(self) -> None:
+        """Takes no more than it has; what is behind that must not be touched."""
+        os.ftruncate(self._descriptor, self.taken_bytes)
+
     def _does_not_fit(self) -> ConfigurationError:
         return ConfigurationError(
             f"{self.num_bytes:,} bytes of shared memory do not fit: {_ROOT} has {free_bytes():,} free; make the pools "

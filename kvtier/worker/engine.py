@@ -122,6 +122,8 @@ class Worker:
         # NOTE: the pool is read before the leases are checked. A lease that holds afterwards is of the session that the
         # pool belongs to, so page numbers are never looked up in another pool.
         on_pool = self._on_pool() if self._running else None
+        if on_pool and not self._ranks.have(on_pool.pool.pool_id):
+            on_pool = None  # they attach anew in their own time
         planned = [plan for plan in plan_step(self._running, self._options.step_tokens) if self._is_held(plan.sequence)]
         if on_pool and planned:
             self._compute(planned, on_pool)
@@ -131,8 +133,9 @@ class Worker:
     def _compute(self, planned: list[Planned], on_pool: _OnPool) -> None:
         started_s = time.perf_counter()
         chunks = [plan.chunk for plan in planned]
+        valid_until_s = min(plan.sequence.lease.valid_until_s for plan in planned)
         try:
-            with self._ranks.computing(on_pool.pool.pool_id, chunks):
+            with self._ranks.computing(on_pool.pool.pool_id, valid_until_s, chunks):
                 output = on_pool.runner.run(chunks)
                 tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
         except BaseException:

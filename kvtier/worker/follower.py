@@ -9,15 +9,16 @@ import time
 from multiprocessing.connection import Connection
 
 from kvtier.client import PoolMapping, Session
-from kvtier.errors import SessionLostError
+from kvtier.errors import LeaseLostError, SessionLostError
 from kvtier.worker.group import GroupSettings, attach, joined
 from kvtier.worker.model import WorkerModel
-from kvtier.worker.ranks import JOIN, LOADED, READY
+from kvtier.worker.ranks import AWAY, JOIN, LOADED, READY
 from kvtier.worker.shard import shard_model
 from kvtier.worker.step import StepRunner, StepRunners
-from kvtier.worker.step_messages import StepDecoder
+from kvtier.worker.step_messages import Step, StepDecoder
 
 _POLL_S = 0.01
+_ATTACH_S = 1.0  # before rank 0 is told that this rank has not attached
 _LET_GO_S = 1.0  # without a step; by then rank 0 knows as well that the session is lost, and sends none
 
 
@@ -49,27 +50,36 @@ class _Follower:
         while True:
             if connection.poll(_LET_GO_S):
                 step = decoder.decode(connection.recv_bytes())
-                self._runner(step.pool_id).run(step.chunks)
+                if step.chunks:
+                    self._compute(step)
+                else:
+                    connection.send_bytes(READY if self._runner(step.pool_id, _ATTACH_S) else AWAY)
             elif self._on_pool and self._on_pool[0].is_lost:
                 # Views of a lost pool would keep its memory, which the next daemon may need.
                 self._on_pool = None
                 gc.collect()  # torch's tensor parallelism leaves cycles behind that refer to the last step
 
-    def _runner(self, pool_id: str) -> StepRunner:
-        if self._on_pool is None or self._on_pool[0].pool_id != pool_id:
-            self._on_pool = None
-            pool = self._pool(pool_id)
-            self._on_pool = pool, self._runners.on(pool.memory)
-        return self._on_pool[1]
+    def _compute(self, step: Step) -> None:
+        # This rank's session may be lost although that of rank 0 is not.
+        runner = self._runner(step.pool_id, self._timeout_s)
+        if runner is None:
+            raise SessionLostError(f"not attached to the pool of rank 0 after {self._timeout_s:g} s")
+        # NOTE: the pages may be another's by now. Whoever is that late has kept rank 0 waiting for as long.
+        if time.monotonic() > step.valid_until_s:
+            raise LeaseLostError("the leases of the step that rank 0 wants computed have run out")
+        runner.run(step.chunks)
 
-    def _pool(self, pool_id: str) -> PoolMapping:
-        """This rank's pool of those in which rank 0 has its leases, once this rank's session has attached to it too."""
-        deadline = time.monotonic() + self._timeout_s
-        while (pool := self._session.pool).pool_id != pool_id or pool.is_lost:
-            if time.monotonic() > deadline:
-                raise SessionLostError(
-                    f"rank {self._session.identity.rank} is not attached to the pools that rank 0 has leases in after "
-                    f"{self._timeout_s:g} s"
-                )
-            time.sleep(_POLL_S)
-        return pool
+    def _runner(self, pool_id: str, timeout_s: float) -> StepRunner | None:
+        """On this rank's pool of those that rank 0 has its leases in, once this rank's session has attached to it."""
+        deadline = time.monotonic() + timeout_s
+        while self._on_pool is None or self._on_pool[0].pool_id != pool_id:
+            self._on_pool = None
+            pool = self._session.pool
+            if pool.pool_id == pool_id and not pool.is_lost:
+                with contextlib.suppress(SessionLostError):  # just now
+                    self._on_pool = pool, self._runners.on(pool.memory)
+            elif time.monotonic() > deadline:
+                return None
+            else:
+                time.sleep(_POLL_S)
+        return self._on_pool[1]

@@ -15,11 +15,14 @@ from kvtier.worker.step_messages import Step, StepEncoder
 
 LOADED, READY = b"loaded", b"ready"
 """What a rank says while it starts: that it has its model, and that it waits for steps."""
+AWAY = b"away"
+"""What it says of a pool that it has not attached to, where `READY` says that it has."""
 JOIN = b"join"
 """What rank 0 says to all when they are loaded: from now on they wait for each other no longer than within a step."""
 
 _END_S = 5.0  # for a process to end by itself
 _MOMENT_S = 0.5
+_ANSWER_S = 60.0  # for a rank that waits for steps, which answers within seconds
 
 
 class RankProcess(NamedTuple):
@@ -38,13 +41,17 @@ class RankProcess(NamedTuple):
 
     def wait(self, message: bytes, timeout_s: float) -> None:
         """Returns when it says that it has come so far; raises `RankLostError` when it does not in time."""
+        received = self.hear(timeout_s)
+        assert received == message, f"rank {self.rank} says {received!r}"
+
+    def hear(self, timeout_s: float) -> bytes:
+        """What it says next; raises `RankLostError` when it says nothing in time."""
         try:
             if not self.connection.poll(timeout_s):
-                raise RankLostError(f"rank {self.rank} is not {message.decode()} after {timeout_s:g} s")
-            received = self.connection.recv_bytes()
+                raise RankLostError(f"rank {self.rank} has not answered for {timeout_s:g} s")
+            return self.connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self.lost() from error
-        assert received == message, f"rank {self.rank} says {received!r}"
 
     @property
     def has_ended(self) -> bool:
@@ -67,14 +74,31 @@ class Ranks:
     def __init__(self, others: Sequence[RankProcess] = ()) -> None:
         self._others = others
         self._encoder = StepEncoder()
+        self._pool_id: str | None = None  # of the pool that all of them have
+
+    def have(self, pool_id: str) -> bool:
+        """Whether the other ranks have the pool too: after a loss each session attaches anew in its own time."""
+        if self._others and pool_id != self._pool_id:
+            question = self._encoder.encode(Step(pool_id, 0.0, []))
+            with self.together():
+                for other in self._others:
+                    other.send(question)
+                answers = [other.hear(_ANSWER_S) for other in self._others]
+            if AWAY in answers:
+                return False
+            self._pool_id = pool_id
+        return True
 
     @contextlib.contextmanager
-    def computing(self, pool_id: str, chunks: Items[Chunk]) -> Iterator[None]:
-        """Has the other ranks compute `chunks` on the pool `pool_id`, as the block does on rank 0; see `together`."""
+    def computing(self, pool_id: str, valid_until_s: float, chunks: Items[Chunk]) -> Iterator[None]:
+        """Has the other ranks compute `chunks`, as the block does on rank 0; see `Step` and `together`.
+
+        They `have` the pool.
+        """
         if not self._others:
             yield
             return
-        encoded = self._encoder.encode(Step(pool_id, list(chunks)))
+        encoded = self._encoder.encode(Step(pool_id, valid_until_s, list(chunks)))
         with self.together():
             for other in self._others:
                 other.send(encoded)

@@ -15,9 +15,15 @@ from kvtier.worker.chunk import Chunk
 
 
 class Step(NamedTuple):
-    """The chunks of one forward pass, and the id of the pool that their pages are of."""
+    """The chunks of one forward pass; without any, the question whether a rank has the pool.
+
+    Attributes:
+        pool_id: of the pool that their pages are of.
+        valid_until_s: of the machine's monotonic clock: when their leases run out.
+    """
 
     pool_id: str
+    valid_until_s: float
     chunks: list[Chunk]
 
 
@@ -32,7 +38,8 @@ class StepEncoder:
 
         NOTE: the same sequence of page numbers may have become longer since it was told, and nothing else.
         """
-        encoded: bytes = msgpack.packb((step.pool_id, [self._fields(chunk) for chunk in step.chunks]))
+        chunks = [self._fields(chunk) for chunk in step.chunks]
+        encoded: bytes = msgpack.packb((step.pool_id, step.valid_until_s, chunks))
         return encoded
 
     def _fields(self, chunk: Chunk) -> tuple[object, ...]:
@@ -49,8 +56,8 @@ class StepDecoder:
         self._pages: dict[int, list[int]] = {}
 
     def decode(self, encoded: bytes) -> Step:
-        pool_id, chunks = msgpack.unpackb(encoded)
-        return Step(pool_id, [self._chunk(*fields) for fields in chunks])
+        pool_id, valid_until_s, chunks = msgpack.unpackb(encoded)
+        return Step(pool_id, valid_until_s, [self._chunk(*fields) for fields in chunks])
 
     def _chunk(
         self, tokens: list[int], start: int, first: int, pages: list[int], open_slot: int, is_shared: bool

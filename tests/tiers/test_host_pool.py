@@ -15,7 +15,7 @@ from serving import PAGE_SIZE, attach, directory, eventually, only_cache, small_
 from kvtier.daemon.server import running
 from kvtier.errors import ConfigurationError
 from kvtier.tiers.host import HostPool
-from kvtier.tiers.shared_memory import free_bytes
+from kvtier.tiers.shared_memory import SharedMemory, free_bytes
 
 __all__ = ["directory"]
 
@@ -118,7 +118,19 @@ def test_a_machine_that_runs_out_of_memory_keeps_what_it_has(
     assert pool.ready_pages == 6
     assert f"the host pool stays at {6 * PAGE} of {10 * PAGE} bytes: " in caplog.text
     assert "make the pools smaller, or /dev/shm larger" in caplog.text
+    assert SharedMemory.untaken_bytes() == 0  # others may have the rest
     pool.close()
+
+
+def test_a_pool_that_finds_no_memory_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(ConfigurationError, match="do not fit"):
+        HostPool(NAME, 10, PAGE)
+    assert not (Path("/dev/shm") / NAME).exists()
+    assert "kvtier-host-pool" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_more_than_the_machine_has_is_refused_at_once() -> None:

@@ -24,7 +24,7 @@ def test_decoded_steps_are_the_steps() -> None:
             pages[slot] += random.integers(0, 2**31, random.integers(0 if pages[slot] else 1, 4)).tolist()
             tokens = random.integers(0, 2**18, random.integers(1, 4)).tolist()
             chunks.append(Chunk(tokens, int(random.integers(2**20)), pages[slot], slot, bool(random.integers(2))))
-        step = Step(f"pool {number // 100}", chunks)
+        step = Step(f"pool {number // 100}", number / 7, chunks)
         decoded = decoder.decode(encoder.encode(step))
         assert decoded == step
         for chunk, sent in zip(decoded.chunks, chunks, strict=True):
@@ -37,6 +37,6 @@ def test_decoded_steps_are_the_steps() -> None:
 def test_a_step_that_adds_no_page_is_small() -> None:
     encoder = StepEncoder()
     pages = list(range(4000))
-    first = encoder.encode(Step("pool", [Chunk([1], 250_000, pages, 0)]))
+    first = encoder.encode(Step("pool", 3.5, [Chunk([1], 250_000, pages, 0)]))
     assert len(first) > 4000
-    assert len(encoder.encode(Step("pool", [Chunk([2], 250_001, pages, 0)]))) < 40
+    assert len(encoder.encode(Step("pool", 3.5, [Chunk([2], 250_001, pages, 0)]))) < 50

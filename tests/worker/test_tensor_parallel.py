@@ -136,8 +136,15 @@ def test_a_worker_of_ranks_goes_on_with_a_new_daemon(
             worker.step()
         small_daemon.kill()
         bytes_of_all = 16 * WORLD_SIZE * rank_page_bytes()
+        settings = {"device_bytes": bytes_of_all, "host_bytes": bytes_of_all}
         try:
-            with daemon_process(directory, device_bytes=bytes_of_all, host_bytes=bytes_of_all) as successor:
+            with daemon_process(directory, **settings) as second:
+                while not worker._running:
+                    worker.step()
+                second.kill()  # the other rank may not have attached to it yet
+                for _ in range(3):
+                    worker.step()
+            with daemon_process(directory, **settings) as successor:
                 while any(sequence.reply is None for sequence in sequences):
                     worker.step()
                 with Client(successor.address) as client:
