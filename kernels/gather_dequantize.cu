@@ -5,43 +5,18 @@
 //   OUTPUT       0 bf16, 1 fp16, 2 e4m3 (saturating)
 //   HEAD_DIM, PAGE_SIZE
 //   UNIT_SCALES  1: nvfp4 whose global scales are both 1
-// and, to compare variants, with the defaults below:
-//   GATHER_THREADS, GATHER_ITEMS  threads of a block, items of a thread
-//   GATHER_BLOCKS  blocks that registers must leave room for on a multiprocessor; not given: as the compiler likes
-//   GATHER_LEAN   1: fewer instructions; e4m3 of a block's 8 magnitudes once, looked up for each code
-//   GATHER_EARLY  1: loads from the page seen before the stream's previous kernel ended, and again if it changed
 //
 // A thread makes 16 bytes of output at a time, so that every store of a warp writes whole lines, and has
 // kItemsPerThread loads under way. A thread block holds adjacent rows of one side of one page.
 #include "numeric.cuh"
 
-#ifndef GATHER_THREADS
-#define GATHER_THREADS 256
-#endif
-#ifndef GATHER_ITEMS
-#define GATHER_ITEMS 4
-#endif
-#ifdef GATHER_BLOCKS
-#define GATHER_BOUNDS __launch_bounds__(kThreads, GATHER_BLOCKS)
-#else
-#define GATHER_BOUNDS __launch_bounds__(kThreads)
-#endif
-#ifndef GATHER_LEAN
-#define GATHER_LEAN 0
-#endif
-#ifndef GATHER_EARLY
-#define GATHER_EARLY 0
-#endif
-
-constexpr int kThreads = GATHER_THREADS;  // blockDim.x
-constexpr int kItemsPerThread = GATHER_ITEMS;
+constexpr int kThreads = 256;  // blockDim.x
+constexpr int kItemsPerThread = 4;
 constexpr int kItemsPerBlock = kThreads * kItemsPerThread;
 
 constexpr int kOutputBytes = OUTPUT == 2 ? 1 : 2;
 constexpr int kValues = 16 / kOutputBytes;  // of one item
 constexpr u32 kItemsPerRow = HEAD_DIM / kValues;
-constexpr u32 kItemsPerHead = PAGE_SIZE * kItemsPerRow;
-constexpr bool kHeadsAreSteps = GATHER_LEAN && kItemsPerHead % kThreads == 0 && kThreads % kItemsPerRow == 0;
 
 constexpr int kStoredBits = PAGE_FORMAT == 0 ? 4 : PAGE_FORMAT == 1 ? 8 : 16;
 constexpr int kStoredBytes = kValues * kStoredBits / 8;  // of one item: 4, 8, 16 or 32
@@ -53,9 +28,10 @@ struct Stored {
   u32 scale;  // E4M3, nvfp4 only
 };
 
-// Regions are dense, so items lie one behind the other in a page. `scale` is the address of the item's scale.
-__device__ __forceinline__ Stored load_item(const u8* address, const u8* scale) {
+// Regions are dense, so items lie one behind the other in a page.
+__device__ __forceinline__ Stored load_item(const u8* data, const u8* scales, u32 item) {
   Stored stored;
+  const u8* const address = data + item * kStoredBytes;
   if constexpr (kStoredBytes == 4) {
     stored.word[0] = *reinterpret_cast<const u32*>(address);
   } else if constexpr (kStoredBytes == 8) {
@@ -69,7 +45,7 @@ __device__ __forceinline__ Stored load_item(const u8* address, const u8* scale) 
       stored.word[4 * i + 2] = words.z, stored.word[4 * i + 3] = words.w;
     }
   }
-  if constexpr (PAGE_FORMAT == 0) stored.scale = *scale;
+  if constexpr (PAGE_FORMAT == 0) stored.scale = scales[item * kValues / 16];
   return stored;
 }
 
@@ -150,45 +126,7 @@ __device__ __forceinline__ uint4 encode_item(const float* value) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-#if UNIT_SCALES && GATHER_LEAN && OUTPUT == 2
-// Four E4M3 values in the order of the fp16 pairs.
-__device__ __forceinline__ u32 fp16_to_e4m3x4(u32 low, u32 high) {
-#if __CUDA_ARCH__ >= 890
-  u32 d;
-  asm("{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f16x2 x, %1; cvt.rn.satfinite.e4m3x2.f16x2 y, %2;"
-      " mov.b32 %0, {x, y}; }"
-      : "=r"(d)
-      : "r"(low), "r"(high));
-  return d;
-#else
-  return fp16_to_e4m3(low) | fp16_to_e4m3(high) << 16;
-#endif
-}
-
-// Bytes of a and b, chosen by the low four nibbles of `selector`, which are below 8.
-__device__ __forceinline__ u32 choose_bytes(u32 a, u32 b, u32 selector) {
-  u32 d;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
-  return d;
-}
-
-// A code is a sign and the number of one of 8 magnitudes, whose products with the block's scale are rounded only once.
-__device__ __forceinline__ uint4 recode_item(const Stored& stored, float) {
-  const u32 scale_pair = Fp16::multiply((stored.scale << 7) * 0x10001u, kFp16Pair256);
-  const auto product = [&](u32 magnitudes) { return Fp16::multiply(magnitudes, scale_pair); };
-  const u32 low = fp16_to_e4m3x4(product(0x38000000u), product(0x3E003C00u));   // of 0, 0.5, 1, 1.5
-  const u32 high = fp16_to_e4m3x4(product(0x42004000u), product(0x46004400u));  // of 2, 3, 4, 6
-  u32 word[4];
-#pragma unroll
-  for (int i = 0; i < kStoredWords; ++i) {
-    const u32 codes = stored.word[i], numbers = codes & 0x77777777u, even_signs = codes << 4;
-    const u32 signs[2] = {__byte_perm(even_signs, codes, 0x5140), __byte_perm(even_signs, codes, 0x7362)};
-    word[2 * i] = choose_bytes(low, high, numbers) | (signs[0] & 0x80808080u);
-    word[2 * i + 1] = choose_bytes(low, high, numbers >> 16) | (signs[1] & 0x80808080u);
-  }
-  return make_uint4(word[0], word[1], word[2], word[3]);
-}
-#elif UNIT_SCALES
+#if UNIT_SCALES
 // Codes times their block scale are exact in fp16, in fewer instructions: they limit a gather as much as memory does.
 __device__ __forceinline__ uint4 recode_item(const Stored& stored, float) {
   constexpr u32 kTwoTo14 = 0x74007400u;  // in both lanes
@@ -223,7 +161,7 @@ __device__ __forceinline__ uint4 recode_item(const Stored& stored, float global_
 //
 // Thread blocks behind the end of a sequence return at once. Tokens in pages that are not in the pool, and rows that
 // are not in the workspace, are skipped.
-extern "C" __global__ void GATHER_BOUNDS
+extern "C" __global__ void __launch_bounds__(kThreads)
     gather_dequantize(const u8* k_data, const u8* k_scales, const u8* v_data, const u8* v_scales, i64 page_stride,
                       const int* page_table, i64 page_table_stride, const int* lengths, const int* starts, u8* key,
                       i64 key_token_stride, i64 key_head_stride, u8* value, i64 value_token_stride,
@@ -237,57 +175,29 @@ extern "C" __global__ void GATHER_BOUNDS
   const int* const page_address = page_table + sequence * page_table_stride + blockIdx.y;
   const u32 num_items = num_heads * PAGE_SIZE * kItemsPerRow;
   let_next_kernel_come();
-#if GATHER_EARLY
-  int seen_page = peek(page_address);  // whose items are loaded before it is known whether they are the right ones
-  const bool is_needed = first_token < peek(lengths + sequence);
-  if (!is_needed || static_cast<u32>(seen_page) >= static_cast<u32>(num_pages)) seen_page = -1;
-  if (seen_page >= 0 && threadIdx.x == 0) {
-    prefetch_items(side_data + seen_page * page_stride, side_scales + seen_page * page_stride, num_items);
-  }
-#else
   if (threadIdx.x == 0) {
     const int page = peek(page_address);
     if (first_token < peek(lengths + sequence) && static_cast<u32>(page) < static_cast<u32>(num_pages)) {
       prefetch_items(side_data + page * page_stride, side_scales + page * page_stride, num_items);
     }
   }
-#endif
   wait_for_previous_kernel();
   // NOTE: all three are loaded before any is looked at, so that their latencies overlap.
   const int length = lengths[sequence];
   const int page = *page_address;
   const int first_row = starts[sequence] + first_token;
-
-  const u32 first_item = blockIdx.x * kItemsPerBlock + threadIdx.x;
-  const auto is_in_page = [&](int i) {  // the same for all threads, where heads begin with them
-    return (kHeadsAreSteps ? (blockIdx.x * kItemsPerThread + i) * kThreads : first_item + i * kThreads) < num_items;
-  };
-  Stored stored[kItemsPerThread];
-  // NOTE: the whole page is read, also behind the end of the sequence, to keep loads free of branches.
-  const auto load_items = [&](int page) {
-    const u8* const data = side_data + page * page_stride;
-    const u8* const scales = side_scales + page * page_stride;
-    const u8* const first_address = data + static_cast<u64>(first_item) * kStoredBytes;
-    const u8* const first_scale = scales + first_item * kValues / 16;
-#pragma unroll
-    for (int i = 0; i < kItemsPerThread; ++i) {
-      const u32 item = first_item + i * kThreads;
-      if (!is_in_page(i)) continue;
-      if constexpr (GATHER_LEAN) {
-        constexpr int kStepBytes = kThreads * kStoredBytes, kStepScales = kThreads * kValues / 16;
-        stored[i] = load_item(first_address + i * kStepBytes, first_scale + i * kStepScales);
-      } else {
-        stored[i] = load_item(data + item * kStoredBytes, scales + item * kValues / 16);
-      }
-    }
-  };
-#if GATHER_EARLY
-  if (seen_page >= 0) load_items(seen_page);
-#else
-  constexpr int seen_page = -1;
-#endif
   if (first_token >= length || static_cast<u32>(page) >= static_cast<u32>(num_pages)) return;
-  if (page != seen_page) load_items(page);
+  const u8* const data = side_data + page * page_stride;
+  const u8* const scales = side_scales + page * page_stride;
+  const u32 first_item = blockIdx.x * kItemsPerBlock + threadIdx.x;
+
+  Stored stored[kItemsPerThread];
+#pragma unroll
+  for (int i = 0; i < kItemsPerThread; ++i) {
+    const u32 item = first_item + i * kThreads;
+    // NOTE: the whole page is read, also behind the end of the sequence, to keep loads free of branches.
+    if (item < num_items) stored[i] = load_item(data, scales, item);
+  }
 
   const i64 token_stride = is_key ? key_token_stride : value_token_stride;
   const i64 head_stride = is_key ? key_head_stride : value_head_stride;
@@ -301,15 +211,9 @@ extern "C" __global__ void GATHER_BOUNDS
 #pragma unroll
   for (int i = 0; i < kItemsPerThread; ++i) {
     const u32 item = first_item + i * kThreads;
-    u32 column = item % kItemsPerRow, row = item / kItemsPerRow;
-    u32 token = row % PAGE_SIZE, head = row / PAGE_SIZE;
-    if constexpr (kHeadsAreSteps) {
-      constexpr u32 kStepsPerHead = kHeadsAreSteps ? kItemsPerHead / kThreads : 1;
-      const u32 step = blockIdx.x * kItemsPerThread + i;
-      column = threadIdx.x % kItemsPerRow, head = step / kStepsPerHead;
-      token = step % kStepsPerHead * (kThreads / kItemsPerRow) + threadIdx.x / kItemsPerRow;
-    }
-    if (!is_in_page(i) || token - begin >= num_tokens) continue;
+    const u32 column = item % kItemsPerRow, row = item / kItemsPerRow;
+    const u32 token = row % PAGE_SIZE, head = row / PAGE_SIZE;
+    if (item >= num_items || token - begin >= num_tokens) continue;
     uint4* const place = reinterpret_cast<uint4*>(target) + (token * token_step + head * head_step + column);
     *place = recode_item(stored[i], global_scale);
   }
