@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
@@ -223,8 +222,8 @@ class AsyncLease:
 
     @property
     def valid_until_s(self) -> float:
-        """When its time is over, by this machine's monotonic clock, if the daemon answers nothing more."""
-        return time.monotonic() + self._stream.seconds_left
+        """When its time is over, by this machine's monotonic clock, unless the session is lost before."""
+        return self._stream.valid_until_s
 
     def check(self) -> None:
         """Raises `LeaseLostError` when the pages may be another's by now. Call it before every launch on them."""

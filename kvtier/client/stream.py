@@ -41,7 +41,7 @@ class Stream:
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost: asyncio.Future[KvtierError] = asyncio.get_running_loop().create_future()
         self.lease_ttl_s = 0.0
-        self._valid_until = 0.0
+        self.valid_until_s = 0.0  # of the monotonic clock, while the stream is not lost
 
     @property
     def is_lost(self) -> bool:
@@ -50,7 +50,7 @@ class Stream:
     @property
     def seconds_left(self) -> float:
         """How long leases of this stream may be used from now on, if the daemon answers nothing more."""
-        return 0.0 if self.is_lost else self._valid_until - time.monotonic()
+        return 0.0 if self.is_lost else self.valid_until_s - time.monotonic()
 
     async def open(self, identity: CacheIdentity, device_uuids: Sequence[str], timeout_s: float) -> PoolMapping:
         """Attaches and maps the pool."""
@@ -64,7 +64,7 @@ class Stream:
                 "daemon and worker compute different fingerprints of the same model; run one kvtier release in both"
             )
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
-        self._valid_until = time.monotonic() + self.lease_ttl_s
+        self.valid_until_s = time.monotonic() + self.lease_ttl_s
         self._start(self._beat())
         return PoolMapping(pool_from_message(attached.pool), attached.epoch, attached.pool_id)
 
@@ -102,7 +102,7 @@ class Stream:
         finally:
             del self._waiting[request.request_id]
         # NOTE: Counted from the sending, not the answer: the daemon saw this worker alive no earlier than that.
-        self._valid_until = max(self._valid_until, sent_at + self.lease_ttl_s)
+        self.valid_until_s = max(self.valid_until_s, sent_at + self.lease_ttl_s)
         if response.HasField("error"):
             raise KvtierError.from_remote(response.error.kind, response.error.message)
         return getattr(response, kind)

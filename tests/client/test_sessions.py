@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,18 @@ async def test_a_blocking_call_has_its_deadline(directory: Path) -> None:
         proceed.set()
         threading.Event().wait(0.6)  # the daemon's event loop does nothing in this time
         await hanging
+
+
+async def test_how_long_a_lease_is_good_is_known_beforehand_and_does_not_change_when_it_is_lost(
+    directory: Path,
+) -> None:
+    """Other processes may compute on its pages for as long: what they were told holds although they hear no more."""
+    async with running(small_config(directory, lease_ttl_s=60.0)), await attach(directory) as session:
+        before_s = time.monotonic()
+        lease = await session.acquire("tenant", PROMPT)
+        valid_until_s = lease.valid_until_s
+        assert before_s + 60.0 <= valid_until_s <= time.monotonic() + 60.0
+        (await session.stream()).end()
+        with pytest.raises(LeaseLostError):
+            lease.check()
+        assert lease.valid_until_s == valid_until_s

@@ -7,6 +7,7 @@ import random
 from kvtier.pages.envelope import PageName
 
 NAMESPACE = "tenant"
+LARGE = 16 << 20  # bytes of a page: more than the buffers of a socket take
 
 
 def page(seed: int, num_bytes: int = 10_000) -> tuple[PageName, memoryview]:
