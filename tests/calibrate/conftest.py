@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from single_thread import one_thread
 
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Threads of tiny models only wait for each other."""
-    torch.set_num_threads(1)
+__all__ = ["one_thread"]

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_models import PAGE_SIZE, tiny_model
 
 from kvtier.launch import DaemonProcess, daemon_process
@@ -17,12 +16,6 @@ from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker import PrefillAttends, Worker, WorkerOptions, connect_worker
 
 StartWorker = Callable[..., Worker]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Threads of tiny models that share a core with the daemon wait for each other most of the time."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
