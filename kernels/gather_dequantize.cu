@@ -6,17 +6,21 @@
 //   HEAD_DIM, PAGE_SIZE
 //   UNIT_SCALES  1: nvfp4 whose global scales are both 1
 //
-// A thread makes 16 bytes of output at a time, so that every store of a warp writes whole lines, and has
-// kItemsPerThread loads under way. A thread block holds adjacent rows of one side of one page.
+// A thread makes 32 values, in items of 16 bytes of output, so that every store of a warp writes whole lines, and has the
+// loads of all of them under way. A thread block holds adjacent rows of one side of one page.
+//
+// While the stream's previous kernel runs, a thread block finds its page, has it brought into L2 and computes its
+// addresses. It loads from that page as soon as it may, and again if the previous kernel named another one.
 #include "numeric.cuh"
-
-constexpr int kThreads = 256;  // blockDim.x
-constexpr int kItemsPerThread = 4;
-constexpr int kItemsPerBlock = kThreads * kItemsPerThread;
 
 constexpr int kOutputBytes = OUTPUT == 2 ? 1 : 2;
 constexpr int kValues = 16 / kOutputBytes;  // of one item
 constexpr u32 kItemsPerRow = HEAD_DIM / kValues;
+
+constexpr int kThreads = 512;  // blockDim.x
+constexpr int kItemsPerThread = 32 / kValues;
+constexpr int kItemsPerBlock = kThreads * kItemsPerThread;
+constexpr int kBlocksPerSm = PAGE_FORMAT == 0 ? kMaxThreadsPerSm / kThreads : 2;  // that registers leave room for
 
 constexpr int kStoredBits = PAGE_FORMAT == 0 ? 4 : PAGE_FORMAT == 1 ? 8 : 16;
 constexpr int kStoredBytes = kValues * kStoredBits / 8;  // of one item: 4, 8, 16 or 32
@@ -29,9 +33,8 @@ struct Stored {
 };
 
 // Regions are dense, so items lie one behind the other in a page.
-__device__ __forceinline__ Stored load_item(const u8* data, const u8* scales, u32 item) {
+__device__ __forceinline__ Stored load_item(const u8* address, const u8* scale) {
   Stored stored;
-  const u8* const address = data + item * kStoredBytes;
   if constexpr (kStoredBytes == 4) {
     stored.word[0] = *reinterpret_cast<const u32*>(address);
   } else if constexpr (kStoredBytes == 8) {
@@ -45,12 +48,11 @@ __device__ __forceinline__ Stored load_item(const u8* data, const u8* scales, u3
       stored.word[4 * i + 2] = words.z, stored.word[4 * i + 3] = words.w;
     }
   }
-  if constexpr (PAGE_FORMAT == 0) stored.scale = scales[item * kValues / 16];
+  if constexpr (PAGE_FORMAT == 0) stored.scale = *scale;
   return stored;
 }
 
-// Brings what this thread block will read of a page into L2 while the stream's previous kernel is still running: most of
-// a short gather's time is the latency of its first loads.
+// Brings what this thread block will read of a page into L2.
 __device__ __forceinline__ void prefetch_items(const u8* data, const u8* scales, u32 num_items) {
 #if __CUDA_ARCH__ >= 900
   const u32 first = blockIdx.x * kItemsPerBlock;
@@ -126,7 +128,45 @@ __device__ __forceinline__ uint4 encode_item(const float* value) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-#if UNIT_SCALES
+#if UNIT_SCALES && OUTPUT == 2
+// Four E4M3 values in the order of the fp16 pairs.
+__device__ __forceinline__ u32 fp16_to_e4m3x4(u32 low, u32 high) {
+#if __CUDA_ARCH__ >= 890
+  u32 d;
+  asm("{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f16x2 x, %1; cvt.rn.satfinite.e4m3x2.f16x2 y, %2;"
+      " mov.b32 %0, {x, y}; }"
+      : "=r"(d)
+      : "r"(low), "r"(high));
+  return d;
+#else
+  return fp16_to_e4m3(low) | fp16_to_e4m3(high) << 16;
+#endif
+}
+
+// Bytes of a and b, chosen by the low four nibbles of `selector`, which are below 8.
+__device__ __forceinline__ u32 choose_bytes(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+
+// A code is a sign and the number of one of 8 magnitudes, whose products with the block's scale are rounded only once.
+__device__ __forceinline__ uint4 recode_item(const Stored& stored, float) {
+  const u32 scale_pair = Fp16::multiply((stored.scale << 7) * 0x10001u, kFp16Pair256);
+  const auto product = [&](u32 magnitudes) { return Fp16::multiply(magnitudes, scale_pair); };
+  const u32 low = fp16_to_e4m3x4(product(0x38000000u), product(0x3E003C00u));   // of 0, 0.5, 1, 1.5
+  const u32 high = fp16_to_e4m3x4(product(0x42004000u), product(0x46004400u));  // of 2, 3, 4, 6
+  u32 word[4];
+#pragma unroll
+  for (int i = 0; i < kStoredWords; ++i) {
+    const u32 codes = stored.word[i], numbers = codes & 0x77777777u, even_signs = codes << 4;
+    const u32 signs[2] = {__byte_perm(even_signs, codes, 0x5140), __byte_perm(even_signs, codes, 0x7362)};
+    word[2 * i] = choose_bytes(low, high, numbers) | (signs[0] & 0x80808080u);
+    word[2 * i + 1] = choose_bytes(low, high, numbers >> 16) | (signs[1] & 0x80808080u);
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+#elif UNIT_SCALES
 // Codes times their block scale are exact in fp16, in fewer instructions: they limit a gather as much as memory does.
 __device__ __forceinline__ uint4 recode_item(const Stored& stored, float) {
   constexpr u32 kTwoTo14 = 0x74007400u;  // in both lanes
@@ -161,7 +201,7 @@ __device__ __forceinline__ uint4 recode_item(const Stored& stored, float global_
 //
 // Thread blocks behind the end of a sequence return at once. Tokens in pages that are not in the pool, and rows that
 // are not in the workspace, are skipped.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     gather_dequantize(const u8* k_data, const u8* k_scales, const u8* v_data, const u8* v_scales, i64 page_stride,
                       const int* page_table, i64 page_table_stride, const int* lengths, const int* starts, u8* key,
                       i64 key_token_stride, i64 key_head_stride, u8* value, i64 value_token_stride,
@@ -170,51 +210,67 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bool is_key = (blockIdx.z & 1) == 0;
   const int sequence = blockIdx.z >> 1;
   const int first_token = blockIdx.y * PAGE_SIZE;
-  const u8* const side_data = is_key ? k_data : v_data;
-  const u8* const side_scales = is_key ? k_scales : v_scales;
   const int* const page_address = page_table + sequence * page_table_stride + blockIdx.y;
   const u32 num_items = num_heads * PAGE_SIZE * kItemsPerRow;
+  const u8* const side_data = is_key ? k_data : v_data;
+  const u8* const side_scales = is_key ? k_scales : v_scales;
   let_next_kernel_come();
-  if (threadIdx.x == 0) {
-    const int page = peek(page_address);
-    if (first_token < peek(lengths + sequence) && static_cast<u32>(page) < static_cast<u32>(num_pages)) {
-      prefetch_items(side_data + page * page_stride, side_scales + page * page_stride, num_items);
-    }
-  }
-  wait_for_previous_kernel();
-  // NOTE: all three are loaded before any is looked at, so that their latencies overlap.
-  const int length = lengths[sequence];
-  const int page = *page_address;
-  const int first_row = starts[sequence] + first_token;
-  if (first_token >= length || static_cast<u32>(page) >= static_cast<u32>(num_pages)) return;
-  const u8* const data = side_data + page * page_stride;
-  const u8* const scales = side_scales + page * page_stride;
-  const u32 first_item = blockIdx.x * kItemsPerBlock + threadIdx.x;
 
-  Stored stored[kItemsPerThread];
+  __shared__ int shared_page;  // that this block will read, as far as can be seen by now; negative: none
+  if (threadIdx.x == 0) {
+    int page = peek(page_address);
+    if (first_token >= peek(lengths + sequence) || static_cast<u32>(page) >= static_cast<u32>(num_pages)) page = -1;
+    if (page >= 0) prefetch_items(side_data + page * page_stride, side_scales + page * page_stride, num_items);
+    shared_page = page;
+  }
+  __syncthreads();
+  const int seen_page = shared_page;
+
+  const u32 first_item = blockIdx.x * kItemsPerBlock + threadIdx.x;
+  const u8* const first_data = side_data + static_cast<u64>(first_item) * kStoredBytes;
+  const u8* const first_scale = side_scales + first_item * kValues / 16;
+  const u8* address = first_data + seen_page * page_stride;
+  const u8* scale = first_scale + seen_page * page_stride;
+  // NOTE: in units of 16 bytes offsets have 32 bits, and an address costs a third of the instructions.
+  const i64 token_stride = is_key ? key_token_stride : value_token_stride;
+  const u32 token_step = static_cast<u32>(token_stride / 16);
+  const u32 head_step = static_cast<u32>((is_key ? key_head_stride : value_head_stride) / 16);
+  u32 token[kItemsPerThread], place[kItemsPerThread];  // of an item: in its page, and in the output
+  bool is_nowhere = false;
 #pragma unroll
   for (int i = 0; i < kItemsPerThread; ++i) {
-    const u32 item = first_item + i * kThreads;
-    // NOTE: the whole page is read, also behind the end of the sequence, to keep loads free of branches.
-    if (item < num_items) stored[i] = load_item(data, scales, item);
+    const u32 item = first_item + i * kThreads, row = item / kItemsPerRow;
+    token[i] = item < num_items ? row % PAGE_SIZE : PAGE_SIZE;
+    place[i] = row % PAGE_SIZE * token_step + row / PAGE_SIZE * head_step + item % kItemsPerRow;
+    is_nowhere |= place[i] == ~0u;
   }
+  // NOTE: never so; but what decides about a branch is computed before it. The assembler would move it behind the wait.
+  if (is_nowhere || address == nullptr || (PAGE_FORMAT == 0 && scale == nullptr)) return;
+  wait_for_previous_kernel();
 
-  const i64 token_stride = is_key ? key_token_stride : value_token_stride;
-  const i64 head_stride = is_key ? key_head_stride : value_head_stride;
+  // NOTE: the whole page is read, also behind the end of the sequence, to keep loads free of branches.
+  Stored stored[kItemsPerThread];
+  const auto load_items = [&](const u8* address, const u8* scale) {
+#pragma unroll
+    for (int i = 0; i < kItemsPerThread; ++i) {
+      if (token[i] == PAGE_SIZE) continue;
+      stored[i] = load_item(address + i * kThreads * kStoredBytes, scale + i * kThreads * kValues / 16);
+    }
+  };
+  // NOTE: everything is loaded before any of it is looked at, so that the latencies overlap.
+  const int length = lengths[sequence], page = *page_address, start = starts[sequence];
+  if (seen_page >= 0) load_items(address, scale);
+  if (first_token >= length || static_cast<u32>(page) >= static_cast<u32>(num_pages)) return;
+  if (page != seen_page) load_items(first_data + page * page_stride, first_scale + page * page_stride);
+
   const float global_scale = is_key ? k_global_scale : v_global_scale;
-  u8* const target = (is_key ? key : value) + first_row * token_stride;
+  const int first_row = start + first_token;
+  uint4* const target = reinterpret_cast<uint4*>((is_key ? key : value) + first_row * token_stride);
   // Tokens of this page that are in the sequence and have a row in the workspace.
   const int begin = max(0, -first_row), end = min(min(length - first_token, PAGE_SIZE), num_rows - first_row);
   const u32 num_tokens = max(end - begin, 0);
-  // NOTE: in units of 16 bytes offsets have 32 bits, and an address costs a third of the instructions.
-  const u32 token_step = static_cast<u32>(token_stride / 16), head_step = static_cast<u32>(head_stride / 16);
 #pragma unroll
   for (int i = 0; i < kItemsPerThread; ++i) {
-    const u32 item = first_item + i * kThreads;
-    const u32 column = item % kItemsPerRow, row = item / kItemsPerRow;
-    const u32 token = row % PAGE_SIZE, head = row / PAGE_SIZE;
-    if (item >= num_items || token - begin >= num_tokens) continue;
-    uint4* const place = reinterpret_cast<uint4*>(target) + (token * token_step + head * head_step + column);
-    *place = recode_item(stored[i], global_scale);
+    if (token[i] - begin < num_tokens) target[place[i]] = recode_item(stored[i], global_scale);
   }
 }

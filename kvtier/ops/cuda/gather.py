@@ -21,9 +21,9 @@ from kvtier.ops.reference.codec import GlobalScales
 from kvtier.ops.reference.gather import Workspace
 from kvtier.pages.views import LayerView
 
-_THREADS = 256
+_THREADS = 512
+_BLOCK_VALUES = 32 * _THREADS
 _MAX_PAGES = 65_535  # of a grid, in the dimensions that pages and sequences have
-_BLOCK_BYTES = 4 * _THREADS * ACCESS_BYTES  # of output
 
 
 def gather_dequantize(
@@ -72,7 +72,7 @@ def gather_dequantize(
         np.int32(pool.num_pages),
         np.int32(len(key)),
     )
-    page_side_bytes = pool.num_kv_heads * pool.page_size * pool.head_dim * key.element_size()
-    grid = (-(-page_side_bytes // _BLOCK_BYTES), max_pages, 2 * num_sequences)
+    page_side_values = pool.num_kv_heads * pool.page_size * pool.head_dim
+    grid = (-(-page_side_values // _BLOCK_VALUES), max_pages, 2 * num_sequences)
     kernel = kernels().kernel("gather_dequantize", macros, key.device)
     kernel.launch(grid, _THREADS, arguments, overlaps=True)
