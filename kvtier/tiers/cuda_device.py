@@ -16,7 +16,8 @@ from kvtier.tiers.host import HostPool
 from kvtier.tiers.pinning import Pinning
 from kvtier.tiers.slot_copies import Pieces, batches_of, pieces_of
 
-_BATCH_BYTES = 64 << 20  # queued at once: long enough to hide what queueing costs, short enough to take turns
+_FIRST_BATCH_BYTES = 4 << 20  # queued at once: the bus is idle meanwhile
+_BATCH_BYTES = 64 << 20  # later: long enough to hide what queueing costs, short enough to take turns
 _PIN_CHUNK_BYTES = 64 << 20  # one takes milliseconds, during which other threads may not get new memory
 _ALLOCATION_BYTES = 2 << 20
 
@@ -71,7 +72,7 @@ class CudaDevicePool:
         pieces = pieces_of(slots, host_slots, self.page_bytes, min(_BATCH_BYTES, self._pin_chunk_bytes))
         is_pinned = pieces.host + pieces.num_bytes <= self.pinned_bytes
         for which, pinned in ((is_pinned, True), (~is_pinned, False)):
-            for batch in batches_of(pieces.select(which), _BATCH_BYTES):
+            for batch in batches_of(pieces.select(which), _FIRST_BATCH_BYTES, _BATCH_BYTES):
                 yield batch, pinned
 
     def close(self) -> None:

@@ -53,9 +53,16 @@ def _cut(runs: Pieces, boundary_bytes: int) -> Pieces:
     return Pieces(runs.device[run] + start - runs.host[run], start, stop - start)
 
 
-def batches_of(pieces: Pieces, batch_bytes: int) -> Iterator[Pieces]:
-    """The pieces in order, in batches of about `batch_bytes`: less than that and one piece more."""
-    batch = (np.cumsum(pieces.num_bytes) - pieces.num_bytes) // batch_bytes
+def batches_of(pieces: Pieces, first_bytes: int, most_bytes: int) -> Iterator[Pieces]:
+    """The pieces in order, in batches: one of about `first_bytes`, each of twice the one before, up to `most_bytes`.
+
+    A batch has less than that and one piece more.
+    """
+    bounds = [first_bytes]
+    total_bytes = int(pieces.num_bytes.sum())
+    while bounds[-1] < total_bytes:
+        bounds.append(bounds[-1] + min(first_bytes << len(bounds), most_bytes))
+    batch = np.searchsorted(bounds, np.cumsum(pieces.num_bytes) - pieces.num_bytes, side="right")
     edges = np.flatnonzero(np.diff(batch, prepend=-1, append=-1))
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         yield pieces.select(slice(start, stop))

@@ -48,16 +48,21 @@ def test_pieces_copy_exactly_the_bytes_of_the_pages(
     assert np.array_equal(host.reshape(NUM_SLOTS, page_bytes), expected)
 
 
-@given(transfers(), st.integers(1, 50), st.integers(1, 400))
+@given(transfers(), st.integers(1, 50), st.integers(1, 100), st.integers(1, 400))
 def test_batches_are_the_pieces_in_order_and_bounded(
-    transfer: tuple[list[int], list[int]], page_bytes: int, batch_bytes: int
+    transfer: tuple[list[int], list[int]], page_bytes: int, first_bytes: int, most_bytes: int
 ) -> None:
     pieces = pieces_of(slot_array(transfer[0]), slot_array(transfer[1]), page_bytes, 10**9)
-    batches = list(batches_of(pieces, batch_bytes))
+    batches = list(batches_of(pieces, first_bytes, most_bytes))
     assert [row for batch in batches for row in rows(batch)] == rows(pieces)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         assert batch.num_bytes.size
-        assert batch.num_bytes[:-1].sum() < batch_bytes
+        assert batch.num_bytes[:-1].sum() < (first_bytes if number == 0 else most_bytes)
+
+
+def test_batches_grow_from_the_first() -> None:
+    pieces = pieces_of(slot_array(range(0, 60, 2)), slot_array(range(0, 60, 2)), 10, 10**9)
+    assert [len(rows(batch)) for batch in batches_of(pieces, 20, 80)] == [2, 4, 8, 8, 8]
 
 
 def test_neighbours_in_both_pools_are_one_piece() -> None:
