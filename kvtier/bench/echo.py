@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from kvtier.daemon.server import READ_BYTES
-from kvtier.memory import keep_freed_memory
+from kvtier.memory import keep_memory_at_hand
 
 METHOD = "/kvtier.bench.Echo/Echo"
 OPTIONS = (
@@ -40,5 +40,5 @@ async def main(socket: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()  # as the daemon does
+    keep_memory_at_hand()  # as the daemon does
     asyncio.run(main(sys.argv[1]))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvtier.cli import bench, models, operate, replay, serve
 from kvtier.errors import KvtierError
-from kvtier.memory import keep_freed_memory
+from kvtier.memory import keep_memory_at_hand
 
 app = typer.Typer(
     help="kvtier keeps the KV cache of language models in 4-bit pages and finds it again: on the device, in host "
@@ -30,7 +30,7 @@ app.command()(operate.version)
 
 def main() -> None:
     """Runs the command; an error that kvtier raises on purpose is one line on stderr and exit code 1."""
-    keep_freed_memory()
+    keep_memory_at_hand()
     try:
         app()
     except KvtierError as error:
