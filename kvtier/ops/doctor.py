@@ -8,6 +8,7 @@ by the torch references, on the CPU.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
@@ -115,8 +116,8 @@ def _facts(device: torch.device) -> Iterator[Fact]:
     else:
         yield Fact("device", "no NVIDIA GPU: everything runs on the CPU")
     yield Fact("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
-    for distribution in ("cuda-core", "flashinfer-python"):
-        yield Fact(distribution, _version(distribution))
+    yield Fact("cuda-core", _imported_version(device))
+    yield Fact("flashinfer-python", _version("flashinfer-python"))
 
 
 def _version(distribution: str) -> str:
@@ -124,6 +125,16 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _imported_version(device: torch.device) -> str:
+    """Of cuda-core, which is imported here on a GPU: the times of the self-test are those of the kernels alone."""
+    version = _version("cuda-core")
+    if not platform_of(device).has_cuda_core:
+        return version
+    start = time.perf_counter()
+    importlib.import_module("kvtier.ops.cuda.loader")
+    return f"{version}, imported in {(time.perf_counter() - start) * 1e3:.0f} ms"
 
 
 def _driver_version() -> str:
