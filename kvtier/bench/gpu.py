@@ -15,6 +15,7 @@ from kvtier.errors import KernelError
 OURS = "kvtier"  # what our implementation is called beside the peers
 ROTATED_BYTES = 1_200_000_000  # of inputs that repetitions take turns with: far more than any cache holds
 _CEILING_BYTES = 2 << 30
+_CEILING_ROUNDS = 3  # the best counts: in one run of many the first sweeps were 6% slower than all later ones
 _WARM_UP_REPLAYS = 6
 _REST_S = 1.0  # before each timing: right after a check in fp64 the clock is held low to save power, for 10% and more
 
@@ -88,7 +89,8 @@ def read_ceiling_gbps(device: torch.device) -> float:
     def sweep() -> None:
         kernel.launch((num_blocks,), 512, (data.data_ptr(), _CEILING_BYTES // 16, sink.data_ptr()))
 
-    return _CEILING_BYTES / median_replay_us([capture([sweep])], 20) / 1e3
+    graph = capture([sweep])
+    return _CEILING_BYTES / min(median_replay_us([graph], 20) for _ in range(_CEILING_ROUNDS)) / 1e3
 
 
 def copy_ceiling_gbps(device: torch.device) -> float:
@@ -97,4 +99,5 @@ def copy_ceiling_gbps(device: torch.device) -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     # NOTE: not in a graph, where a copy becomes the copy engine's, which is slower than the kernel that torch starts.
-    return 2 * _CEILING_BYTES / _median_us([lambda: target.copy_(source)] * 12) / 1e3
+    copies: list[Call] = [lambda: target.copy_(source)] * 12
+    return 2 * _CEILING_BYTES / min(_median_us(copies) for _ in range(_CEILING_ROUNDS)) / 1e3

@@ -65,7 +65,7 @@ def balance_macros(dtype: torch.dtype, head_dim: int) -> Macros:
 
 _TILE_ROWS = 16
 _WARP_COLUMNS = 32
-_FEW_ROWS_PER_SM = 32  # below, a matrix is spread over many thread blocks; beyond, they would read the rows too often
+_FEW_ROWS_PER_SM = 16  # below, a matrix is spread over many thread blocks; beyond, they would read the rows too often
 
 
 class MultiplyVariant(NamedTuple):
