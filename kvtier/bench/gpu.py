@@ -15,7 +15,7 @@ from kvtier.errors import KernelError
 OURS = "kvtier"  # what our implementation is called beside the peers
 ROTATED_BYTES = 1_200_000_000  # of inputs that repetitions take turns with: far more than any cache holds
 _CEILING_BYTES = 2 << 30
-_CEILING_ROUNDS = 3  # the best counts: in one run of many the first sweeps were 6% slower than all later ones
+_CEILING_ROUNDS = 3  # the best counts: a single round once gave 6% less than all other runs did
 _WARM_UP_REPLAYS = 6
 _REST_S = 1.0  # before each timing: right after a check in fp64 the clock is held low to save power, for 10% and more
 
