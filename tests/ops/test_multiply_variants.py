@@ -37,8 +37,8 @@ def test_a_grid_has_a_place_for_every_row_and_no_idle_block(
 @pytest.mark.parametrize("num_multiprocessors", MULTIPROCESSORS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_matrices_are_spread_widely_for_few_rows_alone(head_dim: int, num_multiprocessors: int) -> None:
-    few = multiply_variant(head_dim, 32 * num_multiprocessors - 1, num_multiprocessors)
-    many = multiply_variant(head_dim, 32 * num_multiprocessors, num_multiprocessors)
+    few = multiply_variant(head_dim, 16 * num_multiprocessors - 1, num_multiprocessors)
+    many = multiply_variant(head_dim, 16 * num_multiprocessors, num_multiprocessors)
     assert (few.column_warps, few.is_persistent) == (1, False)
     assert (many.column_warps * 32, many.is_persistent) == (head_dim, True)
 
@@ -47,7 +47,8 @@ def test_matrices_are_spread_widely_for_few_rows_alone(head_dim: int, num_multip
     ("head_dim", "num_tokens", "num_query_heads", "num_kv_heads", "grid"),
     [
         (128, 1, 64, 8, (1, 4, 8)),
-        (128, 64, 64, 8, (8, 4, 8)),
+        (128, 32, 64, 8, (4, 4, 8)),
+        (128, 64, 64, 8, (32, 1, 8)),
         (256, 64, 24, 4, (6, 8, 4)),
         (64, 64, 9, 3, (3, 2, 3)),
         (128, 8192, 8, 8, (47, 1, 8)),
