@@ -1,4 +1,4 @@
-"""`kvtier demo`: a daemon with very small pools, a real model, and two conversations that fill all tiers."""
+"""`kvtier demo`: a daemon with very small pools, a real model, and three conversations that fill all tiers."""
 
 from __future__ import annotations
 
