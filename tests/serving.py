@@ -194,6 +194,10 @@ class RawSession:
             await self._call.write(pb.SessionRequest(request_id=number, **request))
         return sorted([await self._call.read() for _ in requests], key=lambda response: response.request_id)
 
+    async def send(self, **request: Any) -> None:
+        """Sends a request whose answer is not read."""
+        await self._call.write(pb.SessionRequest(request_id=7, **request))
+
     async def attach(self, identity: CacheIdentity = IDENTITY) -> pb.AttachResponse:
         """Attaches; the answer must be no error."""
         response = await self.ask(attach=pb.AttachRequest(identity=identity_to_message(identity)))
@@ -215,6 +219,10 @@ class RawSession:
             await self._call.done_writing()
             await self.ended()
         await self._channel.close()
+
+    def leave(self) -> None:
+        """Goes without reading what is on its way."""
+        self._call.cancel()
 
     async def ended(self) -> None:
         """Returns when the daemon has ended the stream, without an answer before."""

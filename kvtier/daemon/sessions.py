@@ -15,7 +15,7 @@ import grpc
 from kvtier.cache import PrefixCache, Wait
 from kvtier.config import Config
 from kvtier.daemon.registry import CacheRegistry
-from kvtier.daemon.requests import measured, prompt_from, tokens_message, wait_seconds
+from kvtier.daemon.requests import MAX_WAIT_S, measured, prompt_from, tokens_message, wait_seconds
 from kvtier.errors import DrainingError, InvalidRequestError, KvtierError, NotAttachedError
 from kvtier.index import Lease
 from kvtier.metrics import Metrics
@@ -81,6 +81,7 @@ class Session:
         self._rank = 0
         self._lease_turns: dict[int, asyncio.Lock] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._writing: set[asyncio.Task[None]] = set()  # those of them that have only to write their answer
         self._room = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -91,6 +92,8 @@ class Session:
         try:
             async with asyncio.timeout(silence_s) as limit:
                 async for request in requests:
+                    # It is not silent, but has to wait: as long as those before it may, if it reads their answers.
+                    limit.reschedule(clock() + MAX_WAIT_S + silence_s)
                     await self._room.acquire()
                     task = asyncio.create_task(self._answer(request))
                     self._running.add(task)
@@ -114,16 +117,25 @@ class Session:
                 getattr(response, kind).CopyFrom(await handle(self, getattr(request, kind)))
         except KvtierError as error:
             response.error.CopyFrom(pb.SessionError(code=error.status, kind=type(error).__name__, message=str(error)))
-        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):  # the worker has gone
-            async with self._write_turn:
-                await self._write(response)
+        task = asyncio.current_task()
+        assert task is not None
+        self._writing.add(task)
+        try:
+            with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):  # the worker has gone
+                async with self._write_turn:
+                    await self._write(response)
+        finally:
+            self._writing.remove(task)
 
     async def end(self) -> None:
         """Ends the session's leases; pages it could write are free after the grace time."""
         self._ended.set_result(None)
-        # NOTE: What is under way may hold pages for this session, so its leases end only after it.
-        if self._running:
-            await asyncio.wait(self._running)
+        # NOTE: What is under way may hold pages for this session, so its leases end only after it. Answers that a
+        # worker does not read hold none, and may never be written.
+        while self._running:
+            _, pending = await asyncio.wait(self._running, timeout=self._sessions.config.grace_s)
+            for unread in pending & self._writing:
+                unread.cancel()
         if self._cache is None:
             return
         free_at = time.monotonic() + self._sessions.config.grace_s
@@ -178,9 +190,6 @@ class Session:
             )
         if self._sessions.draining:
             raise DrainingError("the daemon is draining and gives no new leases; attach to its successor")
-        parent = None
-        if request.parent_lease_id:
-            parent = cache.index.leases.get(request.parent_lease_id, self.session_id)
         prompt = prompt_from(
             request.namespace,
             request.tokens,
@@ -189,6 +198,10 @@ class Session:
             request.prefill_tokens_per_second,
         )
         wait = Wait(wait_seconds(request.wait_ms), self._ended)
+        parent = None
+        if request.parent_lease_id:
+            async with self._turn(request.parent_lease_id) as parent:
+                pass  # what was asked of it before is done, and `acquire` takes its pages before it waits for anything
         acquired = await cache.acquire(self.session_id, prompt, parent, request.reserve_pages, wait)
         return pb.AcquireResponse(
             lease_id=acquired.lease.lease_id,

@@ -196,6 +196,47 @@ async def test_requests_of_a_lease_are_done_in_their_order(directory: Path) -> N
         assert (cache.leases, cache.tree_pages, cache.device.held_pages) == (0, 6, 0)
 
 
+async def test_an_acquire_continues_what_was_committed_before_it(directory: Path) -> None:
+    """Although the commit takes longer: its many tokens are hashed in a thread."""
+    history, turn = some_tokens(1100, seed=5), some_tokens(2, seed=6)
+    async with running(small_config(directory, device_pages=1200)), await attach(directory) as session:
+        parent = await session.acquire("tenant", history, reserve_pages=1100)
+        _, child = await asyncio.gather(
+            parent.commit(history, parent.reserved_pages),
+            session.acquire("tenant", turn, parent=parent, reserve_pages=2),
+        )
+        assert (await child.commit(turn, child.reserved_pages)).committed_tokens == 1102 * PAGE_SIZE
+        assert (await session.acquire("tenant", np.concatenate([history, turn]))).matched_pages.size == 1102
+        assert (await session.acquire("tenant", turn)).matched_pages.size == 0
+
+
+async def test_leases_of_a_worker_that_reads_no_answers_end(directory: Path) -> None:
+    """More than gRPC keeps for it: the daemon cannot write the rest of its answers."""
+    tokens = some_tokens(8000, seed=7)
+    config = small_config(directory, device_pages=9000, lease_ttl_s=0.5, grace_s=0.5)
+    async with running(config) as operator, await attach(directory) as writer, RawSession(directory) as deaf:
+        await store(writer, "tenant", tokens)
+        await deaf.attach()
+        for _ in range(200):
+            await deaf.send(acquire=pb.AcquireRequest(namespace="tenant", tokens=tokens.tobytes()))
+        await eventually(lambda: only_cache(operator).leases > 0)
+        await eventually(lambda: only_cache(operator).leases == 0)
+        assert state_of(operator).sessions == 1
+        deaf.leave()
+
+
+async def test_requests_that_wait_for_each_other_are_not_taken_for_silence(directory: Path, valkey: Valkey) -> None:
+    """More at a time than the daemon takes, each for longer than a session may be silent."""
+    config = small_config(directory, lease_ttl_s=0.4, grace_s=0.2, redis=valkey.url, redis_timeout_s=60, drain_s=0.1)
+    async with running(config) as operator, await attach(directory) as session:
+        valkey.pause()
+        waiting = (session.acquire("tenant", some_tokens(2, seed), wait_s=1.0) for seed in range(300))
+        leases = await asyncio.gather(*waiting)
+        assert [lease.matched_pages.size for lease in leases] == [0] * 300
+        assert only_cache(operator).leases == 300
+        valkey.resume()
+
+
 async def test_drain_refuses_new_leases_and_lets_those_there_are_finish(directory: Path) -> None:
     tokens = some_tokens(2, seed=6)
     async with running(small_config(directory)) as operator, await attach(directory) as session:
