@@ -14,6 +14,7 @@ from kvtier.tiers.base import CudaIpc, PoolHandle, SharedMemoryFile
 from kvtier.v1 import cache_pb2 as pb
 
 ERROR_METADATA_KEY = "kvtier-error"
+_MAX_EXTRA_KEYS = 16_384  # less than a megabyte, which a message has room for beside the most tokens
 """Trailing metadata of a failed unary call: the name of the exception class."""
 
 _FORMATS = {
@@ -102,6 +103,9 @@ def pages_from_bytes(data: bytes) -> SlotArray:
 def extra_keys_to_messages(extra_keys: Iterable[tuple[int, bytes]]) -> list[pb.ExtraKey]:
     """Extra keys, given as (token position, digest), as they travel; raises `InvalidRequestError`."""
     try:
-        return [pb.ExtraKey(token_position=position, digest=digest) for position, digest in extra_keys]
+        messages = [pb.ExtraKey(token_position=position, digest=digest) for position, digest in extra_keys]
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"extra_keys cannot be sent: {error}; give (token position, digest) pairs") from error
+    if len(messages) > _MAX_EXTRA_KEYS:
+        raise InvalidRequestError(f"{len(messages):,} extra_keys do not fit into one message; send {_MAX_EXTRA_KEYS:,}")
+    return messages

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
@@ -14,7 +16,15 @@ from kvtier.client.channel import OPTIONS, TlsFiles, check_address
 from kvtier.client.convert import PageNumbers, Tokens, page_numbers, token_bytes, tokens_by_tier
 from kvtier.client.pool import PoolMapping
 from kvtier.client.stream import Stream
-from kvtier.errors import DaemonUnavailableError, KvtierError, LeaseLostError, SessionLostError
+from kvtier.errors import (
+    ConfigurationError,
+    DaemonUnavailableError,
+    InvalidRequestError,
+    KvtierError,
+    LeaseLostError,
+    SessionLostError,
+)
+from kvtier.pages.chain import check_namespace
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.protocol import extra_keys_to_messages
 from kvtier.results import CommitResult
@@ -22,6 +32,8 @@ from kvtier.v1 import cache_pb2 as pb
 
 ExtraKeys = Iterable[tuple[int, bytes]]
 """(token position, digest of 1 to 32 bytes): what else changes the KV of the same tokens from there on."""
+
+_log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -54,6 +66,7 @@ class AsyncSession:
         self._attached = asyncio.Event()
         self._last_error: KvtierError = DaemonUnavailableError(f"no daemon answered at {address} yet")
         self._keeper: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @classmethod
     async def connect(
@@ -98,7 +111,11 @@ class AsyncSession:
     async def _attach(self) -> None:
         await self._disconnect()
         if self._tls:
-            self._channel = grpc.aio.secure_channel(self._address, self._tls.credentials(), OPTIONS)
+            try:
+                credentials = self._tls.credentials()
+            except OSError as error:
+                raise ConfigurationError(f"cannot read the files of tls: {error}") from error
+            self._channel = grpc.aio.secure_channel(self._address, credentials, OPTIONS)
         else:
             self._channel = grpc.aio.insecure_channel(self._address, OPTIONS)
         stream = Stream(self._channel, self._address)
@@ -116,20 +133,29 @@ class AsyncSession:
     async def _keep_attached(self) -> None:
         retry_s = _FIRST_RETRY_S
         while True:
-            if self._stream is not None:
-                self._last_error = await asyncio.shield(self._stream.lost)
-                self.pool.let_go()
-                retry_s = _FIRST_RETRY_S
             try:
+                if self._stream is not None:
+                    self._last_error = await asyncio.shield(self._stream.lost)
+                    retry_s = _FIRST_RETRY_S
+                    self.pool.let_go()
                 await self._attach()
+                continue
             except KvtierError as error:
                 self._last_error = error
-                self._stream = None
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+            except Exception as error:  # a task's edge: whatever it is, the session goes on trying, and says why
+                _log.exception("a session at %s cannot attach", self._address)
+                self._last_error = DaemonUnavailableError(f"cannot attach to {self._address}: {error!r}")
+            self._stream = None
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
     async def stream(self) -> Stream:
-        """The present stream; waits for one. Raises `DaemonUnavailableError` when none comes in time."""
+        """The present stream; waits for one. Raises `DaemonUnavailableError` when none comes in time.
+
+        Raises `SessionLostError` once the session is closed.
+        """
+        if self._is_closed:
+            raise SessionLostError("the session is closed; connect anew")
         try:
             async with asyncio.timeout(self._timeout_s):
                 while self._stream is None or self._stream.is_lost:
@@ -161,6 +187,9 @@ class AsyncSession:
 
         Raises `CacheFullError` when the pages to reserve cannot be had, and `LeaseLostError` when `parent` is lost.
         """
+        check_namespace(namespace)
+        if not math.isfinite(wait_s):
+            raise InvalidRequestError(f"wait_s is {wait_s}; give the seconds to wait")
         stream = parent.valid_stream() if parent else await self.stream()
         acquired: pb.AcquireResponse = await stream.call(
             "acquire",
@@ -185,15 +214,21 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Ends the session and its leases."""
-        # NOTE: The stream ends before anything is waited for: a close that is cancelled has closed all the same.
-        if self._stream is not None:
-            self._stream.end()
+        # NOTE: Stream and pool go before anything is waited for: a close that is cancelled has closed all the same.
+        self._is_closed = True
         if self._keeper is not None:
             self._keeper.cancel()
+        if self._stream is not None:
+            self._stream.end()
+        self._let_go()
+        if self._keeper is not None:
             # Gathered, so that a cancellation of whoever closes is not taken for the keeper's.
             await asyncio.gather(self._keeper, return_exceptions=True)
+            self._let_go()  # of what it attached to in its last moment
         await self._disconnect()
-        if self._pool is not None:
+
+    def _let_go(self) -> None:
+        if self._pool is not None and not self._pool.is_lost:
             self._pool.let_go()
 
     async def __aenter__(self) -> AsyncSession:

@@ -83,6 +83,11 @@ def _map_file(path: str, num_pages: int, page_bytes: int) -> npt.NDArray[np.uint
         ) from error
     try:
         mapped = mmap.mmap(descriptor, num_pages * page_bytes)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"cannot map the {num_pages * page_bytes:,} bytes of the daemon's pool {path}: {error}; give this process "
+            "the address space (ulimit -v), and daemon and worker one /dev/shm"
+        ) from error
     finally:
         os.close(descriptor)
     return np.frombuffer(mapped, dtype=np.uint8).reshape(num_pages, page_bytes)

@@ -112,7 +112,7 @@ class Stream:
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended: the reader says why
             while True:
                 request = await self._outgoing.get()
-                if request.request_id in self._waiting:
+                if request.request_id in self._waiting or request.HasField("release"):  # what is not wanted any more
                     await self._call.write(request)
 
     async def _read(self) -> None:

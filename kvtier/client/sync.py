@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from kvtier.client.aio import AsyncLease, AsyncSession, ExtraKeys
 from kvtier.client.channel import TlsFiles
 from kvtier.client.convert import PageNumbers, Tokens
 from kvtier.client.pool import PoolMapping
+from kvtier.errors import SessionLostError
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.results import CommitResult, TokensByTier
 
@@ -25,9 +27,17 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="kvtier-client", daemon=True).start()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-client", daemon=True)
+        self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; raises `SessionLostError` where nothing can run it."""
+        if self._is_gone or threading.current_thread() is self._thread:
+            work.close()
+            raise SessionLostError(
+                "the session belongs to another process, to one that ends, or is used on its own thread; connect anew"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -36,8 +46,26 @@ class _LoopThread:
             raise
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` without waiting for it; what it raises is nobody's."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Runs `work` without waiting for it, if anything can; what it raises is nobody's."""
+        if self._is_gone:
+            work.close()
+        else:
+            asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` that gives something back, and waits for it where that is possible.
+
+        NOTE: Garbage is collected on the loop's own thread too, and at the end of a process when no thread runs any
+        more: a session or a lease that is given back there must not wait.
+        """
+        if self._is_gone or threading.current_thread() is self._thread:
+            self.start(work)
+        else:
+            self.run(work)
+
+    @property
+    def _is_gone(self) -> bool:
+        return sys.is_finalizing() or os.getpid() != self._process
 
 
 _start_loop = functools.cache(_LoopThread)
@@ -125,7 +153,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the session and its leases."""
-        self._loop.run(self._session.close())
+        self._loop.finish(self._session.close())
 
     def __enter__(self) -> Session:
         return self
@@ -186,7 +214,7 @@ class Lease:
 
     def release(self) -> None:
         """Gives all pages back."""
-        self._loop.run(self.inner.release())
+        self._loop.finish(self.inner.release())
 
     def release_soon(self) -> None:
         """Has all pages given back without waiting for it: a daemon that does not answer is no error."""

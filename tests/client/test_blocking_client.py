@@ -33,6 +33,45 @@ print(before, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+# Suspended in a `with` block that nothing leaves: the generator is closed when the process ends.
+SUSPENDED = """
+import sys
+sys.path.insert(0, {tests!r})
+from contextlib import contextmanager
+from serving import IDENTITY
+from kvtier.client import connect
+
+@contextmanager
+def connected():
+    with connect({address!r}, IDENTITY) as session:
+        yield session
+
+context = connected()
+context.__enter__().acquire("tenant", b"", reserve_pages=2)
+"""
+
+USED_IN_CHILD = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from serving import IDENTITY
+from kvtier.client import connect
+from kvtier.errors import SessionLostError
+
+session = connect({address!r}, IDENTITY)
+lease = session.acquire("tenant", b"", reserve_pages=2)
+if os.fork() == 0:
+    try:
+        lease.extend(1)
+    except SessionLostError as error:
+        print(error, flush=True)
+    lease.release(), lease.release_soon(), session.close()
+    os._exit(0)
+os.wait()
+print(lease.extend(1).size, flush=True)
+session.close()
+"""
+
+
 def client_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "kvtier-client"]
 
@@ -68,3 +107,43 @@ def slow_new_event_loop() -> asyncio.AbstractEventLoop:
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
     forked = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30)
     assert forked.stdout == "3 13\n"
+
+
+async def run_beside_a_daemon(script: str, directory: Path) -> str:
+    async with running(small_config(directory)):
+        source = script.format(tests=str(Path(__file__).parents[1]), address=f"unix:{directory}/kvtier.sock")
+        command = [sys.executable, "-c", source]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def test_a_process_ends_although_a_session_was_never_left(directory: Path) -> None:
+    assert await run_beside_a_daemon(SUSPENDED, directory) == ""
+
+
+async def test_a_forked_child_is_told_that_the_session_is_its_parents(directory: Path) -> None:
+    printed = await run_beside_a_daemon(USED_IN_CHILD, directory)
+    assert printed.splitlines() == [
+        "the session belongs to another process, to one that ends, or is used on its own thread; connect anew",
+        "1",
+    ]
+
+
+async def test_what_the_loop_thread_itself_gives_back_it_does_not_wait_for(directory: Path) -> None:
+    """Garbage is collected there too."""
+
+    def use() -> None:
+        with connect(address, IDENTITY) as session, connect(address, IDENTITY) as dropped:
+            lease = dropped.acquire("tenant", b"", reserve_pages=2)
+
+            async def give_back() -> None:
+                lease.release()
+                dropped.close()
+
+            _loop_thread().run(give_back())
+            assert session.acquire("tenant", b"", reserve_pages=1).reserved_pages.size == 1
+
+    address = f"unix:{directory}/kvtier.sock"
+    async with running(small_config(directory)):
+        await asyncio.to_thread(use)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from serving import (
     attach,
     eventually,
     only_cache,
+    pool_settings,
     small_config,
     some_tokens,
     state_of,
@@ -27,6 +29,7 @@ from serving import (
 from kvtier.client import AsyncLease, AsyncSession, Client, TokensByTier, connect
 from kvtier.daemon.server import running
 from kvtier.errors import (
+    CacheFullError,
     DaemonUnavailableError,
     DeadlineError,
     InvalidRequestError,
@@ -34,6 +37,7 @@ from kvtier.errors import (
     LeaseUnknownError,
     SessionLostError,
 )
+from kvtier.launch import DaemonProcess
 
 PROMPT = some_tokens(4, seed=1)
 
@@ -54,6 +58,10 @@ def test_tcp_without_certificates_is_refused_before_anything_is_sent(address: st
 
 
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "no time": ({"wait_s": float("nan")}, "give the seconds to wait"),
+    "for ever": ({"wait_s": float("inf")}, "give the seconds to wait"),
+    "no tenant": ({"namespace": "n" * (17 << 20)}, "name the tenant with 1 to 64"),
+    "too many extra keys": ({"extra_keys": [(0, b"x")] * 16_385}, "send 16,384"),
     "a fraction": ({"tokens": np.array([1.5])}, "give integer ids from 0 to"),
     "below zero": ({"tokens": np.array([-1])}, "give integer ids from 0 to"),
     "over 32 bits": ({"tokens": np.array([2**32])}, "give integer ids from 0 to"),
@@ -72,7 +80,7 @@ async def test_values_that_no_message_carries_are_refused_before_they_are_sent(c
     async with running(small_config(directory)) as operator, await attach(directory) as session:
         before = state_of(operator)
         with pytest.raises(InvalidRequestError, match=advice):
-            await session.acquire("tenant", **({"tokens": PROMPT} | values))
+            await session.acquire(**({"namespace": "tenant", "tokens": PROMPT} | values))
         assert state_of(operator) == before
         assert (await session.acquire("tenant", PROMPT)).lease_id == 1
 
@@ -208,6 +216,41 @@ async def test_a_close_that_is_cancelled_has_closed_all_the_same(directory: Path
             with pytest.raises(LeaseLostError):
                 lease.check()
             await eventually(lambda: operator.statistics().sessions == 0)
+
+
+async def test_a_closed_session_says_so_at_once(directory: Path) -> None:
+    async with running(small_config(directory)):
+        session = await attach(directory)
+        pool = session.pool
+        await session.close()
+        assert pool.is_lost
+        with pytest.raises(SessionLostError, match="the session is closed"):
+            await session.acquire("tenant", PROMPT)
+
+
+async def test_a_release_that_nobody_waits_for_any_more_is_sent(directory: Path) -> None:
+    """A daemon that stands still takes a part of a large request, and nothing behind it."""
+    process = await asyncio.to_thread(DaemonProcess.start, directory, redis="none", metrics="off", **pool_settings())
+    try:
+        async with await attach(directory, timeout_s=1.0) as session, await attach(directory) as other:
+            lease = await session.acquire("tenant", PROMPT, reserve_pages=60)
+            process.process.send_signal(signal.SIGSTOP)
+            large = asyncio.create_task(session.acquire("tenant", np.zeros(3 << 20, dtype=np.uint32)))
+            await asyncio.sleep(0.1)
+            with pytest.raises(DeadlineError, match="did not answer release"):
+                await lease.release()
+            with pytest.raises(DeadlineError, match="did not answer acquire"):
+                await large
+            process.process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(20):
+                while True:
+                    with contextlib.suppress(CacheFullError):
+                        await other.acquire("tenant", b"", reserve_pages=60)
+                        break
+                    await asyncio.sleep(0.01)
+            assert not session._stream.is_lost
+    finally:
+        await asyncio.to_thread(process.stop)
 
 
 async def test_the_blocking_client_does_the_same_from_several_threads(directory: Path) -> None:
