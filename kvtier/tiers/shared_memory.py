@@ -74,6 +74,7 @@ class SharedMemory:
     def give_up_rest(self) -> None:
         """Takes no more than it has; what is behind that must not be touched."""
         os.ftruncate(self._descriptor, self.taken_bytes)
+        self.num_bytes = self.taken_bytes
 
     def _does_not_fit(self) -> ConfigurationError:
         return ConfigurationError(
