@@ -59,9 +59,13 @@ class DaemonProcess:
         raise DaemonUnavailableError(f"the daemon does not serve after {_START_S:.0f} s; its log is {self.log}")
 
     def stop(self) -> None:
-        """Ends it gracefully."""
+        """Ends it gracefully; kills it, and raises `TimeoutExpired`, when that takes over a minute."""
         self.process.terminate()
-        self.process.wait(_STOP_S)
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """Ends it as a crash would."""
@@ -72,12 +76,14 @@ class DaemonProcess:
 @contextlib.contextmanager
 def daemon_process(directory: Path, **settings: object) -> Iterator[DaemonProcess]:
     """A daemon for the time of a block, and its embedded Redis, which would outlive it."""
-    daemon = DaemonProcess.start(directory, **settings)
     try:
-        yield daemon
+        daemon = DaemonProcess.start(directory, **settings)
+        try:
+            yield daemon
+        finally:
+            if daemon.process.poll() is None:
+                daemon.stop()
     finally:
-        if daemon.process.poll() is None:
-            daemon.stop()
         stop_embedded_redis(directory / "data")
 
 

@@ -23,7 +23,7 @@ from kvtier.daemon.operator import Operator
 from kvtier.daemon.registry import CacheRegistry
 from kvtier.daemon.service import AdminService, CacheService
 from kvtier.daemon.sessions import Sessions
-from kvtier.daemon.share import SocketLock, claim_pool_prefix
+from kvtier.daemon.share import SocketLock
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.errors import ConfigurationError
 from kvtier.metrics import Metrics
@@ -66,8 +66,7 @@ async def running(config: Config) -> AsyncIterator[Operator]:
         stack.callback(lock.close)
         devices = await asyncio.to_thread(choose_devices, config.device)
         redis = await _open_redis(config, stack)
-        pool_prefix = claim_pool_prefix(config.socket)
-        registry = CacheRegistry(config, pool_prefix, devices, redis, supervisor, metrics)
+        registry = CacheRegistry(config, lock.claim_pool_prefix(), devices, redis, supervisor, metrics)
         stack.push_async_callback(registry.close)
         stack.push_async_callback(supervisor.stop)
         sessions = Sessions(uuid.uuid4().hex, config, registry, metrics)

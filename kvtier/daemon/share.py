@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 from pathlib import Path
@@ -40,6 +39,18 @@ class SocketLock:
         # NOTE: The lock is ours, so a socket that lies here belongs to a daemon that was killed.
         socket.unlink(missing_ok=True)
 
+    def claim_pool_prefix(self) -> str:
+        """Prefix of this daemon's shared memory; removes what a killed daemon left under it.
+
+        It follows from the lock file, not from its path: daemons in containers that share their shared memory may all
+        see their sockets at one path.
+        """
+        file = os.fstat(self._descriptor)
+        prefix = f"kvtier-{file.st_dev:x}-{file.st_ino:x}-"
+        if num_removed := remove_stale(prefix):
+            _log.warning("removed %d pools of a daemon that was killed", num_removed)
+        return prefix
+
     def close(self) -> None:
         """Removes the socket and gives the lock up."""
         self._socket.unlink(missing_ok=True)
@@ -55,14 +66,3 @@ def lock_owner(socket: Path) -> int | None:
     path = _lock_path(socket)
     text = path.read_text() if path.is_file() else ""
     return int(text) if text else None
-
-
-def claim_pool_prefix(socket: Path) -> str:
-    """Prefix of this daemon's shared memory, unique to its socket; removes what a killed daemon left under it.
-
-    Call it with the socket's lock held.
-    """
-    prefix = f"kvtier-{hashlib.blake2b(str(socket.absolute()).encode(), digest_size=6).hexdigest()}-"
-    if num_removed := remove_stale(prefix):
-        _log.warning("removed %d pools of a daemon that was killed", num_removed)
-    return prefix

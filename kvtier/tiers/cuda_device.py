@@ -52,7 +52,11 @@ class CudaDevicePool:
 
     def pin(self, host: HostPool) -> None:
         self._pinning = Pinning(
-            _CudaRegistrar(self._gpu), host.address, host.pages.nbytes, self._pin_chunk_bytes, lambda: host.ready_bytes
+            _CudaRegistrar(self._gpu),
+            host.address,
+            self._pin_chunk_bytes,
+            final_bytes=lambda: host.final_bytes,
+            ready_bytes=lambda: host.ready_bytes,
         )
 
     def read_pages(self, slots: SlotArray, host: HostPool, host_slots: SlotArray) -> None:

@@ -89,6 +89,11 @@ class HostPool:
         return self._shared.taken_bytes
 
     @property
+    def final_bytes(self) -> int:
+        """What `ready_bytes` grows to: less than all once the machine has run out of memory."""
+        return self._shared.num_bytes
+
+    @property
     def ready_pages(self) -> int:
         """The first so many pages may be used."""
         return self.ready_bytes // self.page_bytes

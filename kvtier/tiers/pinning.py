@@ -7,7 +7,6 @@ copies first, or afterwards. Pinning takes the machine 50 ms a gigabyte and more
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,25 +31,26 @@ class Registrar(Protocol):
 
 
 class Pinning:
-    """Pins `num_bytes` from `address` on, in chunks of `chunk_bytes`, from the first to the last.
+    """Pins the memory from `address` on, in chunks of `chunk_bytes`, from the first to the last.
 
-    `ready_bytes` tells how many of them may be touched by now. After each chunk it rests for as long as that took:
-    while the machine pins, other threads wait for new memory. When a chunk cannot be pinned, it and those behind it
-    stay as they are: the log says why.
+    `ready_bytes` tells how many bytes may be touched by now, `final_bytes` how many it will be: in the end the one has
+    grown, or the other fallen, until they are the same. After each chunk it rests for as long as that took: while the
+    machine pins, other threads wait for new memory. When a chunk cannot be pinned, it and those behind it stay as they
+    are: the log says why.
     """
 
     def __init__(
         self,
         registrar: Registrar,
         address: int,
-        num_bytes: int,
         chunk_bytes: int,
-        ready_bytes: Callable[[], int] = lambda: sys.maxsize,
+        final_bytes: Callable[[], int],
+        ready_bytes: Callable[[], int],
     ) -> None:
         self._registrar = registrar
         self._address = address
-        self._num_bytes = num_bytes
         self._chunk_bytes = chunk_bytes
+        self._final_bytes = final_bytes
         self._ready_bytes = ready_bytes
         self._is_closing = threading.Event()
         self.pinned_bytes = 0  # NOTE: always a whole number of chunks, or all; grows until it is closed
@@ -59,8 +59,8 @@ class Pinning:
 
     def _run(self) -> None:
         started = told = time.monotonic()
-        while self.pinned_bytes < self._num_bytes and not self._is_closing.is_set():
-            chunk = min(self._chunk_bytes, self._num_bytes - self.pinned_bytes)
+        while self.pinned_bytes < (final_bytes := self._final_bytes()) and not self._is_closing.is_set():
+            chunk = min(self._chunk_bytes, final_bytes - self.pinned_bytes)
             if self._ready_bytes() < self.pinned_bytes + chunk:
                 self._is_closing.wait(_POLL_S)
                 continue
@@ -72,17 +72,17 @@ class Pinning:
                     "only %d of %d bytes of host memory are pinned, copies from and to the rest are slower: %s; raise "
                     "the limit of locked memory (ulimit -l), or give the daemon less --host-bytes",
                     self.pinned_bytes,
-                    self._num_bytes,
+                    final_bytes,
                     error,
                 )
                 return
             self.pinned_bytes += chunk
             now = time.monotonic()
             self._is_closing.wait(now - began)
-            if now - told >= _LOG_EVERY_S or self.pinned_bytes == self._num_bytes:
+            if now - told >= _LOG_EVERY_S or self.pinned_bytes == final_bytes:
                 told = now
                 _log.info(
-                    "pinned %d of %d bytes of host memory in %.1f s", self.pinned_bytes, self._num_bytes, now - started
+                    "pinned %d of %d bytes of host memory in %.1f s", self.pinned_bytes, final_bytes, now - started
                 )
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -24,6 +25,8 @@ ByteArray = npt.NDArray[np.uint8]
 class SharedMemory:
     """`num_bytes` of zeroed shared memory under a name, open to this user alone. `close` removes the name.
 
+    The file is locked for as long as its owner lives: see `remove_stale`.
+
     NOTE: only what was taken may be touched: a file that only has a length kills whoever touches a part of it for which
     there is no memory.
 
@@ -43,6 +46,8 @@ class SharedMemory:
         self.taken_bytes = 0
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            # NOTE: The lock ends with this process: workers open the file anew, no child inherits the descriptor.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if free_bytes() < num_bytes:
                 raise self._does_not_fit()
             os.ftruncate(self._descriptor, num_bytes)
@@ -69,6 +74,7 @@ class SharedMemory:
     def give_up_rest(self) -> None:
         """Takes no more than it has; what is behind that must not be touched."""
         os.ftruncate(self._descriptor, self.taken_bytes)
+        self.num_bytes = self.taken_bytes
 
     def _does_not_fit(self) -> ConfigurationError:
         return ConfigurationError(
@@ -84,12 +90,13 @@ class SharedMemory:
         return sum(max(0, file.st_size - file.st_blocks * _BLOCK_BYTES) for file in files)
 
     def close(self) -> None:
-        """Removes the name. The memory itself goes when the last process that mapped it does."""
+        """Removes the name, unless it is another's. The memory goes when the last process that mapped it does."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
+                self.path.unlink()
         with self._open_lock:
             self._open.discard(self)
             os.close(self._descriptor)
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
 
 
 def free_bytes() -> int:
@@ -99,8 +106,13 @@ def free_bytes() -> int:
 
 
 def remove_stale(prefix: str) -> int:
-    """Removes shared memory that a daemon of the same prefix left when it was killed; returns how many pieces."""
-    stale = list(_ROOT.glob(f"{prefix}*"))
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return len(stale)
+    """Removes shared memory of this prefix whose owner was killed; returns how many pieces."""
+    return sum(_removed_if_stale(path) for path in _ROOT.glob(f"{prefix}*"))
+
+
+def _removed_if_stale(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+        path.unlink()
+        return True
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import os
 import shutil
 import socket
@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from serving import IDENTITY, PAGE_SIZE, attach, only_cache, small_config, some_tokens, store
+from serving import IDENTITY, PAGE_SIZE, assert_true_pages, attach, only_cache, small_config, some_tokens, store
 
 from kvtier.client import AsyncSession, Client, TlsFiles, TokensByTier
 from kvtier.config import Config
@@ -27,12 +27,18 @@ SHARED = Path("/dev/shm")
 
 
 def prefix_of(socket_path: Path) -> str:
-    return f"kvtier-{hashlib.blake2b(str(socket_path).encode(), digest_size=6).hexdigest()}-"
+    lock = socket_path.with_name(f"{socket_path.name}.lock").stat()
+    return f"kvtier-{lock.st_dev:x}-{lock.st_ino:x}-"
 
 
 def pools_of(socket_path: Path) -> list[Path]:
     """The shared memory of the daemon on a socket."""
     return sorted(SHARED.glob(f"{prefix_of(socket_path)}*"))
+
+
+def names_of_pools(socket_path: Path) -> list[str]:
+    """Without the prefix."""
+    return [pool.name.removeprefix(prefix_of(socket_path)) for pool in pools_of(socket_path)]
 
 
 async def test_only_the_user_reaches_socket_and_pools_and_both_go(directory: Path) -> None:
@@ -53,7 +59,7 @@ async def test_a_second_daemon_on_the_same_socket_is_refused_and_the_first_goes_
         with pytest.raises(ConfigurationError, match=rf"a daemon \(process {os.getpid()}\) serves on .*kvtier.sock"):
             async with running(small_config(directory)):
                 pass
-        assert [pool.name[20:] for pool in pools_of(directory / "kvtier.sock")] == ["0-0-device", "0-0-host"]
+        assert names_of_pools(directory / "kvtier.sock") == ["0-0-device", "0-0-host"]
         lease = await session.acquire("tenant", some_tokens(2, seed=1))
         assert lease.matched_tokens == TokensByTier(2 * PAGE_SIZE, 0, 0)
     async with running(small_config(directory)) as operator:  # the lock is free again
@@ -63,15 +69,35 @@ async def test_a_second_daemon_on_the_same_socket_is_refused_and_the_first_goes_
 async def test_a_stale_socket_and_pools_of_a_killed_daemon_are_removed(directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(directory / "kvtier.sock"))
+    (directory / "kvtier.sock.lock").touch()
     (SHARED / f"{prefix_of(directory / 'kvtier.sock')}7-device").write_bytes(b"left behind")
     other = SHARED / "kvtier-0123456789ab-test-of-another-daemon"
     other.write_bytes(b"not ours")
     try:
         async with running(small_config(directory)), await attach(directory):
-            assert [pool.name[20:] for pool in pools_of(directory / "kvtier.sock")] == ["0-0-device", "0-0-host"]
+            assert names_of_pools(directory / "kvtier.sock") == ["0-0-device", "0-0-host"]
             assert other.read_bytes() == b"not ours"
     finally:
         other.unlink()
+
+
+async def test_daemons_that_see_their_sockets_at_one_path_have_pools_of_their_own(directory: Path) -> None:
+    """As in containers that share /dev/shm, each with a directory of its own mounted at the same place."""
+    mounted, prompts = directory / "mounted", {"first": some_tokens(2, seed=1), "second": some_tokens(2, seed=2)}
+    async with contextlib.AsyncExitStack() as stack:
+        for name, prompt in prompts.items():
+            (directory / name).mkdir()
+            mounted.unlink(missing_ok=True)
+            mounted.symlink_to(directory / name)
+            await stack.enter_async_context(running(small_config(mounted)))
+            session = await stack.enter_async_context(await attach(mounted))
+            await store(session, "tenant", prompt)
+        for name, prompt in prompts.items():
+            async with await attach(directory / name) as late:
+                lease = await late.acquire("tenant", prompt)
+                assert lease.matched_tokens == TokensByTier(2 * PAGE_SIZE, 0, 0)
+                assert_true_pages(late, lease, "tenant", prompt)
+    assert [pools_of(directory / name / "kvtier.sock") for name in prompts] == [[], []]
 
 
 def not_pem(directory: Path) -> Path:

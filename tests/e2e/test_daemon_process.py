@@ -195,6 +195,26 @@ def test_a_second_daemon_is_refused_and_a_killed_one_leaves_nothing_in_the_way(d
         assert "removed 2 pools of a daemon that was killed" in second.log.read_text()
 
 
+def test_a_daemon_that_does_not_start_leaves_no_embedded_redis(directory: Path, embedded: None) -> None:
+    with (
+        pytest.raises(ConfigurationError, match="the daemon did not start: .*give HOST:PORT"),
+        daemon_process(directory, metrics="127.0.0.1:99999", **pool_settings()),
+    ):
+        pass
+    assert (directory / "data" / "valkey.log").exists()  # it had started
+    assert not EmbeddedRedis.start(directory / "data", 64 << 20).was_running
+
+
+def test_a_daemon_that_does_not_stop_is_killed_and_leaves_no_embedded_redis(
+    directory: Path, embedded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.launch._STOP_S", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired), daemon_process(directory, **pool_settings()) as daemon:
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+    assert daemon.process.returncode == -signal.SIGKILL
+    assert not EmbeddedRedis.start(directory / "data", 64 << 20).was_running
+
+
 IMPORTS = """
 import sys
 import {module}
