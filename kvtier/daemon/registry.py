@@ -181,8 +181,10 @@ class CacheRegistry:
                 "and remove their pins, or start the daemon with a larger --max-caches"
             )
         cache = self._open.pop(idle).cache
-        await cache.drain(self._config.drain_s)
-        await self._close(cache)
+        try:
+            await cache.drain(self._config.drain_s)
+        finally:
+            await self._close(cache)
 
     async def _close(self, cache: PrefixCache) -> None:
         await self._supervisor.stop(_writer_name(cache))
