@@ -307,12 +307,10 @@ class PrefixCache:
         if not self._mover.has_redis:
             return Drained(0, self.index.tree.num_pages)
         deadline = time.monotonic() + timeout_s
-        num_pages = unstored = 0
         for node in list(self.index.tree.nodes()):
-            run = self.index.run(Cursor(node, node.end_page), node.first_page)
-            num_pages += run.num_pages
-            unstored += await self.writer.write_all(run, deadline)
-        return Drained(num_pages - unstored, unstored)
+            await self.writer.write_all(node, deadline)
+        num_unstored = sum(int(np.count_nonzero(~node.stored)) for node in self.index.tree.nodes())
+        return Drained(self.index.tree.num_pages - num_unstored, num_unstored)
 
     @property
     def _num_host_pages(self) -> int:
@@ -336,11 +334,12 @@ class PrefixCache:
             self._metrics.tokens_left.labels(tier).inc(num_left)
 
     async def close(self) -> None:
-        """Breaks promotions off, waits for running copies, and gives the memory back."""
+        """Breaks promotions and drains off, waits for running copies, and gives the memory back."""
         for task in self._promotions:
             task.cancel()
         if self._promotions:
             await asyncio.wait(set(self._promotions))
+        await self.writer.close()
         await asyncio.to_thread(self._give_memory_back)
 
     def _give_memory_back(self) -> None:

@@ -126,20 +126,19 @@ class Reclaimer:
             freed += went
         return freed
 
-    async def store(self, run: PageRun) -> int:
-        """Writes those pages of a run to Redis that it does not have; returns how many it lacks still.
+    async def store(self, run: PageRun) -> None:
+        """Writes those pages of a run to Redis that it does not have.
 
         The caller holds the run's host slots.
         """
         wanted = np.flatnonzero(~run.stored)
         if not wanted.size:
-            return 0
+            return
         keys = [run.keys[index] for index in wanted]
         arrived = await self._mover.store(run.namespace, keys, run.host[wanted])
         stored = run.stored.copy()
         stored[wanted] = arrived
         self._index.set_stored(run, stored)
-        return int(np.count_nonzero(~stored))
 
 
 def stretches(run: PageRun, marked: BoolArray) -> list[PageRun]:

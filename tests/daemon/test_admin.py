@@ -32,6 +32,7 @@ from kvtier.daemon.devices import SharedMemoryDevice
 from kvtier.daemon.server import running
 from kvtier.errors import CacheFullError, DaemonError, DrainingError, PinUnknownError
 from kvtier.index.pool import SlotArray
+from kvtier.tiers.base import Tier
 from kvtier.tiers.device import SharedMemoryDevicePool
 from kvtier.tiers.host import HostPool
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
@@ -102,6 +103,27 @@ async def test_flush_keeps_and_counts_what_a_lease_holds(directory: Path, valkey
         assert await where(directory, "tenant") == TokensByTier(0, 0, 3 * PAGE_SIZE)
         flushed = await ask(directory, lambda client: client.flush_namespace("tenant"))
         assert (flushed.device_pages, flushed.redis_pages, flushed.kept_pages) == (0, 3, 0)
+
+
+async def test_flush_finds_a_cache_that_is_being_closed(directory: Path, valkey: Valkey) -> None:
+    config = small_config(directory, device_pages=256, redis=valkey.url, redis_timeout_s=30.0, drain_s=30.0)
+    async with running(config) as operator:
+        async with await attach(directory) as session:
+            for seed in range(24):
+                await store(session, "tenant", some_tokens(8, seed))
+        await eventually(lambda: state_of(operator).sessions == 0)
+        (cache,) = operator.registry
+        valkey.pause()
+        attaching = asyncio.create_task(attach(directory, other_identity(model="other-model")))
+        await eventually(lambda: cache.num_held(Tier.DEVICE) > 0)  # the first pages are on their way to Redis
+        flushing = asyncio.create_task(operator.flush("tenant"))
+        await asyncio.sleep(0)
+        valkey.resume()
+        flushed = await flushing
+        async with await attaching:
+            assert valkey.client.dbsize() == 0
+        assert flushed.device + flushed.redis >= 24 * 8
+        assert flushed.kept == 0
 
 
 async def test_a_pin_keeps_pages_under_pressure_until_it_is_removed(directory: Path) -> None:
