@@ -307,8 +307,10 @@ class PrefixCache:
         if not self._mover.has_redis:
             return Drained(0, self.index.tree.num_pages)
         deadline = time.monotonic() + timeout_s
-        for node in list(self.index.tree.nodes()):
-            await self.writer.write_all(node, deadline)
+        is_going_on = True
+        while is_going_on:  # once more for what was committed, or split off, meanwhile; unless Redis takes nothing
+            nodes = list(self.index.tree.nodes())
+            is_going_on = sum([await self.writer.write_all(node, deadline) for node in nodes]) > 0
         num_unstored = sum(int(np.count_nonzero(~node.stored)) for node in self.index.tree.nodes())
         return Drained(self.index.tree.num_pages - num_unstored, num_unstored)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serving import (
@@ -232,6 +233,24 @@ async def test_a_drain_whose_caller_goes_leaves_no_copy_half_done(
         await eventually(lambda: valkey.client.dbsize() == 8)
         await eventually(lambda: only_cache(operator).device.held_pages == only_cache(operator).host.held_pages == 0)
         state_of(operator)
+
+
+async def test_drain_writes_pages_that_were_split_off_or_committed_meanwhile(directory: Path, valkey: Valkey) -> None:
+    config = small_config(directory, redis=valkey.url, redis_timeout_s=30.0)
+    async with running(config) as operator, await attach(directory) as session:
+        await store(session, "tenant", PROMPT)
+        await store(session, "tenant", some_tokens(8, seed=2))
+        lease = await session.acquire("tenant", b"", reserve_pages=5)
+        (cache,) = operator.registry
+        valkey.pause()
+        draining = asyncio.create_task(operator.drain(20))
+        await eventually(lambda: cache.num_held(Tier.HOST) > 0)  # the newest prompt is on its way
+        await lease.commit(np.concatenate([PROMPT[: 4 * PAGE_SIZE], some_tokens(1, seed=3)]), lease.reserved_pages)
+        assert cache.index.tree.num_nodes == 4
+        valkey.resume()
+        assert await draining == (17, 0)
+        assert valkey.client.dbsize() == 17
+        await lease.release()
 
 
 async def test_drain_without_an_answer_from_redis_ends_in_time_and_says_what_is_missing(
