@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.cache.promoter import Promoter, Promotion, Wanted
 from kvtier.cache.reclaimer import Reclaimer
 from kvtier.cache.writer import WritePolicy, Writer
-from kvtier.errors import CacheFullError, InvalidRequestError
+from kvtier.errors import CacheFullError, CacheUnknownError, InvalidRequestError
 from kvtier.index import NO_SLOT, Cursor, Lease, LruPolicy, PageIndex, Removed
 from kvtier.index.leases import PIN_SESSION
 from kvtier.index.pool import SlotArray, slot_array
@@ -105,6 +105,7 @@ class PrefixCache:
         self._promoter = Promoter(identity, self.index, mover, self._reclaimer)
         self.writer = Writer(write_policy, after_hits, self.index, self._reclaimer, metrics, mover.has_redis)
         self._promotions: dict[asyncio.Task[None], str] = {}
+        self._is_closed = False
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -189,6 +190,8 @@ class PrefixCache:
         self, promotion: Promotion, end: Cursor, held: list[SlotArray]
     ) -> tuple[asyncio.Task[None], Lease]:
         """A promotion under way, and the lease that holds its pages: `held`, up to `end`, and what arrives."""
+        if self._is_closed:
+            raise CacheUnknownError(f"the cache of {self.identity.model} was closed in the meantime; attach again")
         guard = self.index.leases.open(_GUARD_SESSION, promotion.wanted.namespace, end, list(held))
         task = asyncio.create_task(self._promoter.promote(promotion, guard), name="promotion")
         self._promotions[task] = promotion.wanted.namespace
@@ -240,7 +243,10 @@ class PrefixCache:
     # --- tools and operators -----------------------------------------------------------------------------------------
 
     async def prefetch(self, prompt: Prompt) -> int:
-        """Starts bringing a prefix to the device; returns the tokens on their way."""
+        """Starts bringing a prefix to the device; returns the tokens on their way.
+
+        Raises `CacheUnknownError` when the cache is closed while Redis says what it has.
+        """
         wanted = self._wanted(prompt)
         known = self.index.tree.match(wanted.start, wanted.tokens, wanted.extras)
         promotion = Promotion(wanted, known.num_pages)
@@ -337,6 +343,7 @@ class PrefixCache:
 
     async def close(self) -> None:
         """Breaks promotions and drains off, waits for running copies, and gives the memory back."""
+        self._is_closed = True
         for task in self._promotions:
             task.cancel()
         if self._promotions:

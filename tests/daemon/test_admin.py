@@ -28,10 +28,11 @@ from serving import (
 )
 
 import kvtier
+from kvtier.cache import Prompt
 from kvtier.client import AsyncSession, Client, TokensByTier
 from kvtier.daemon.devices import SharedMemoryDevice
 from kvtier.daemon.server import running
-from kvtier.errors import CacheFullError, DaemonError, DrainingError, PinUnknownError
+from kvtier.errors import CacheFullError, CacheUnknownError, DaemonError, DrainingError, PinUnknownError
 from kvtier.index.pool import SlotArray
 from kvtier.tiers.base import Tier
 from kvtier.tiers.device import SharedMemoryDevicePool
@@ -308,6 +309,24 @@ async def test_a_new_model_takes_the_place_of_an_idle_one_whose_pages_go_to_redi
         async with await attach(directory) as session:
             lease = await session.acquire("tenant", PROMPT, wait_s=10)
             assert lease.matched_tokens == TokensByTier(0, 0, ALL)
+
+
+async def test_a_prefetch_into_a_cache_that_is_closed_meanwhile_is_refused(directory: Path, valkey: Valkey) -> None:
+    config = small_config(directory, redis=valkey.url, redis_timeout_s=30.0)
+    async with running(config) as operator:
+        async with await attach(directory) as session:
+            await store(session, "tenant", PROMPT)
+        await eventually(lambda: state_of(operator).sessions == 0)
+        (cache,) = operator.registry
+        await cache.drain(10)
+        await cache.flush("tenant")  # not in Redis, which alone knows what to prefetch
+        valkey.pause()
+        prefetching = asyncio.create_task(cache.prefetch(Prompt("tenant", PROMPT.astype("<u4").tobytes())))
+        await asyncio.sleep(0)
+        async with await attach(directory, other_identity(model="other-model")):
+            valkey.resume()
+            with pytest.raises(CacheUnknownError, match="closed in the meantime"):
+                await prefetching
 
 
 async def test_a_pinned_cache_is_not_idle(directory: Path) -> None:
