@@ -313,12 +313,15 @@ class PrefixCache:
         if not self._mover.has_redis:
             return Drained(0, self.index.tree.num_pages)
         deadline = time.monotonic() + timeout_s
-        is_going_on = True
-        while is_going_on:  # once more for what was committed, or split off, meanwhile; unless Redis takes nothing
-            nodes = list(self.index.tree.nodes())
-            is_going_on = sum([await self.writer.write_all(node, deadline) for node in nodes]) > 0
+        while await self._write_all(deadline, recheck=False):
+            pass  # once more, for what was committed, or split off, meanwhile; unless Redis takes nothing
+        await self._write_all(deadline, recheck=True)  # last, since it takes long and finds little
         num_unstored = sum(int(np.count_nonzero(~node.stored)) for node in self.index.tree.nodes())
         return Drained(self.index.tree.num_pages - num_unstored, num_unstored)
+
+    async def _write_all(self, deadline: float, *, recheck: bool) -> int:
+        nodes = list(self.index.tree.nodes())
+        return sum([await self.writer.write_all(node, deadline, recheck=recheck) for node in nodes])
 
     @property
     def _num_host_pages(self) -> int:

@@ -113,7 +113,7 @@ class Reclaimer:
             return freed
         runs = self._index.take_host_victims(max(count - freed, min(_HOST_BATCH, self._index.host.num_slots // 4)))
         try:
-            await until_all_ended([self.store(run) for run in runs])
+            await until_all_ended([self._offer(run) for run in runs])
         finally:
             for run in runs:
                 self._index.host.release(run.host)
@@ -125,6 +125,22 @@ class Reclaimer:
             self._metrics.evictions.labels(Tier.HOST, "dropped").inc(went - in_redis)
             freed += went
         return freed
+
+    async def _offer(self, run: PageRun) -> None:
+        await self.store(await self.recheck(run))
+
+    async def recheck(self, run: PageRun) -> PageRun:
+        """A run as Redis has it now, which drops pages of its own: at their TTL, for lack of memory, in a restart.
+
+        The caller holds the run's slots.
+        """
+        if not run.stored.any():
+            return run
+        keys = [key for key, is_stored in zip(run.keys, run.stored, strict=True) if is_stored]
+        stored = run.stored.copy()
+        stored[run.stored] = await self._mover.still_stored(run.namespace, keys)
+        self._index.set_stored(run, stored)
+        return run._replace(stored=stored)
 
     async def store(self, run: PageRun) -> None:
         """Writes those pages of a run to Redis that it does not have.

@@ -124,36 +124,41 @@ class Writer:
         finally:
             self._index.host.release(copies)
 
-    async def write_all(self, node: Node, deadline: float) -> int:
-        """Writes those pages of a node to Redis that it lacks, wherever they are; returns how many it has now.
+    async def write_all(self, node: Node, deadline: float, *, recheck: bool) -> int:
+        """Writes those pages of a node to Redis that it lacks, wherever they are; returns how many.
 
-        Begins no batch after `deadline` (seconds of the monotonic clock).
+        With `recheck` Redis is asked about the pages that it was given before, too. Begins no batch after `deadline`
+        (seconds of the monotonic clock).
         """
         num_written, page = 0, node.first_page
         while page < node.end_page and time.monotonic() < deadline:
             async with self.turn:
                 # NOTE: Looked up in its turn: a flush may have had the one before, and left nothing to write.
                 page = max(page, node.first_page)
-                batch = self._index.run(Cursor(node, min(page + _BATCH_PAGES, node.end_page)), page)
-                if not self._is_closed and not batch.stored.all():
-                    num_written += await self._write_wherever(batch)
+                end = max(page, min(page + _BATCH_PAGES, node.end_page))
+                batch = self._index.run(Cursor(node, end), page)
+                if not self._is_closed and (recheck or not batch.stored.all()):
+                    num_written += await self._write_wherever(batch, recheck)
             page += _BATCH_PAGES
         return num_written
 
-    async def _write_wherever(self, run: PageRun) -> int:
+    async def _write_wherever(self, run: PageRun, recheck: bool) -> int:
         num_device = int(np.count_nonzero(run.device != NO_SLOT))
-        on_device, on_host = part_of(run, 0, num_device), part_of(run, num_device, run.num_pages)
-        self._index.device.hold(on_device.device)
-        self._index.host.hold(on_host.host)
+        device_slots, host_slots = run.device[:num_device], run.host[num_device:]
+        self._index.device.hold(device_slots)
+        self._index.host.hold(host_slots)
         try:
-            if on_device.num_pages:
+            if recheck:
+                run = await self._reclaimer.recheck(run)
+            on_device, on_host = part_of(run, 0, num_device), part_of(run, num_device, run.num_pages)
+            if not on_device.stored.all():
                 await self._write(on_device)
             await self._reclaimer.store(on_host)
             stored = self._index.run(run.cursor, run.first_page).stored
             return int(np.count_nonzero(stored & ~run.stored))
         finally:
-            self._index.device.release(on_device.device)
-            self._index.host.release(on_host.host)
+            self._index.device.release(device_slots)
+            self._index.host.release(host_slots)
 
     async def close(self) -> None:
         """Returns when the batch under way is written; none is begun after that."""

@@ -158,6 +158,15 @@ class Mover:
                 return 0
         return count
 
+    async def still_stored(self, namespace: str, keys: Sequence[bytes]) -> BoolArray:
+        """Which of the pages that were written to Redis it has still; all of them while it does not answer."""
+        stored = np.ones(len(keys), dtype=np.bool_)
+        if self._redis is not None:
+            with contextlib.suppress(RedisUnavailableError):
+                for rank in self.ranks:
+                    stored &= await self._redis.which_exist(namespace, [rank.page_name(key) for key in keys])
+        return stored
+
     async def _each(
         self,
         route: Route,
