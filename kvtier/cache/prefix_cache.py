@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.cache.promoter import Promoter, Promotion, Wanted
 from kvtier.cache.reclaimer import Reclaimer
 from kvtier.cache.writer import WritePolicy, Writer
-from kvtier.errors import CacheFullError, InvalidRequestError
+from kvtier.errors import CacheFullError, CacheUnknownError, InvalidRequestError
 from kvtier.index import NO_SLOT, Cursor, Lease, LruPolicy, PageIndex, Removed
 from kvtier.index.leases import PIN_SESSION
 from kvtier.index.pool import SlotArray, slot_array
@@ -105,6 +105,7 @@ class PrefixCache:
         self._promoter = Promoter(identity, self.index, mover, self._reclaimer)
         self.writer = Writer(write_policy, after_hits, self.index, self._reclaimer, metrics, mover.has_redis)
         self._promotions: dict[asyncio.Task[None], str] = {}
+        self._is_closed = False
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -189,6 +190,8 @@ class PrefixCache:
         self, promotion: Promotion, end: Cursor, held: list[SlotArray]
     ) -> tuple[asyncio.Task[None], Lease]:
         """A promotion under way, and the lease that holds its pages: `held`, up to `end`, and what arrives."""
+        if self._is_closed:
+            raise CacheUnknownError(f"the cache of {self.identity.model} was closed in the meantime; attach again")
         guard = self.index.leases.open(_GUARD_SESSION, promotion.wanted.namespace, end, list(held))
         task = asyncio.create_task(self._promoter.promote(promotion, guard), name="promotion")
         self._promotions[task] = promotion.wanted.namespace
@@ -240,7 +243,10 @@ class PrefixCache:
     # --- tools and operators -----------------------------------------------------------------------------------------
 
     async def prefetch(self, prompt: Prompt) -> int:
-        """Starts bringing a prefix to the device; returns the tokens on their way."""
+        """Starts bringing a prefix to the device; returns the tokens on their way.
+
+        Raises `CacheUnknownError` when the cache is closed while Redis says what it has.
+        """
         wanted = self._wanted(prompt)
         known = self.index.tree.match(wanted.start, wanted.tokens, wanted.extras)
         promotion = Promotion(wanted, known.num_pages)
@@ -307,12 +313,15 @@ class PrefixCache:
         if not self._mover.has_redis:
             return Drained(0, self.index.tree.num_pages)
         deadline = time.monotonic() + timeout_s
-        num_pages = unstored = 0
-        for node in list(self.index.tree.nodes()):
-            run = self.index.run(Cursor(node, node.end_page), node.first_page)
-            num_pages += run.num_pages
-            unstored += await self.writer.write_all(run, deadline)
-        return Drained(num_pages - unstored, unstored)
+        while await self._write_all(deadline, recheck=False):
+            pass  # once more, for what was committed, or split off, meanwhile; unless Redis takes nothing
+        await self._write_all(deadline, recheck=True)  # last, since it takes long and finds little
+        num_unstored = sum(int(np.count_nonzero(~node.stored)) for node in self.index.tree.nodes())
+        return Drained(self.index.tree.num_pages - num_unstored, num_unstored)
+
+    async def _write_all(self, deadline: float, *, recheck: bool) -> int:
+        nodes = list(self.index.tree.nodes())
+        return sum([await self.writer.write_all(node, deadline, recheck=recheck) for node in nodes])
 
     @property
     def _num_host_pages(self) -> int:
@@ -336,11 +345,13 @@ class PrefixCache:
             self._metrics.tokens_left.labels(tier).inc(num_left)
 
     async def close(self) -> None:
-        """Breaks promotions off, waits for running copies, and gives the memory back."""
+        """Breaks promotions and drains off, waits for running copies, and gives the memory back."""
+        self._is_closed = True
         for task in self._promotions:
             task.cancel()
         if self._promotions:
             await asyncio.wait(set(self._promotions))
+        await self.writer.close()
         await asyncio.to_thread(self._give_memory_back)
 
     def _give_memory_back(self) -> None:

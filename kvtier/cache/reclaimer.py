@@ -17,7 +17,7 @@ from kvtier.index.pool import NO_SLOTS, SlotArray
 from kvtier.index.radix import BoolArray, Cursor
 from kvtier.metrics import Metrics
 from kvtier.tiers.base import Tier
-from kvtier.tiers.mover import Mover
+from kvtier.tiers.mover import Mover, until_all_ended
 
 _HOST_BATCH = 16  # pages evicted from host memory at once: their writes to Redis overlap
 
@@ -71,14 +71,19 @@ class Reclaimer:
         copies = [run.host[run.host != NO_SLOT] for run in runs]
         for slots in copies:
             self._index.host.hold(slots)
-        for run in runs:
-            copies += [await self.copy_to_host(stretch) for stretch in stretches(run, run.host == NO_SLOT)]
-        freed, num_known = 0, self._index.tree.num_pages
-        for run in runs:
-            self._index.device.release(run.device)
-            freed += self._index.drop_device(run)
-        for slots in copies:
-            self._index.host.release(slots)
+        try:
+            try:
+                for run in runs:
+                    for stretch in stretches(run, run.host == NO_SLOT):
+                        copies.append(await self.copy_to_host(stretch))
+            finally:
+                for run in runs:
+                    self._index.device.release(run.device)
+            num_known = self._index.tree.num_pages
+            freed = sum(map(self._index.drop_device, runs))
+        finally:
+            for slots in copies:
+                self._index.host.release(slots)
         dropped = num_known - self._index.tree.num_pages  # host memory had no room for them, or the copy failed
         self._metrics.evictions.labels(Tier.DEVICE, "dropped").inc(dropped)
         self._metrics.evictions.labels(Tier.DEVICE, "spilled").inc(freed - dropped)
@@ -107,9 +112,12 @@ class Reclaimer:
         if freed >= count:
             return freed
         runs = self._index.take_host_victims(max(count - freed, min(_HOST_BATCH, self._index.host.num_slots // 4)))
-        await asyncio.gather(*map(self.store, runs))
+        try:
+            await until_all_ended([self._offer(run) for run in runs])
+        finally:
+            for run in runs:
+                self._index.host.release(run.host)
         for run in runs:
-            self._index.host.release(run.host)
             stored = self._index.run(run.cursor, run.first_page).stored
             went = self._index.drop_host(run)
             in_redis = int(np.count_nonzero(stored[stored.size - went :]))
@@ -118,20 +126,35 @@ class Reclaimer:
             freed += went
         return freed
 
-    async def store(self, run: PageRun) -> int:
-        """Writes those pages of a run to Redis that it does not have; returns how many it lacks still.
+    async def _offer(self, run: PageRun) -> None:
+        await self.store(await self.recheck(run))
+
+    async def recheck(self, run: PageRun) -> PageRun:
+        """A run as Redis has it now, which drops pages of its own: at their TTL, for lack of memory, in a restart.
+
+        The caller holds the run's slots.
+        """
+        if not run.stored.any():
+            return run
+        keys = [key for key, is_stored in zip(run.keys, run.stored, strict=True) if is_stored]
+        stored = run.stored.copy()
+        stored[run.stored] = await self._mover.still_stored(run.namespace, keys)
+        self._index.set_stored(run, stored)
+        return run._replace(stored=stored)
+
+    async def store(self, run: PageRun) -> None:
+        """Writes those pages of a run to Redis that it does not have.
 
         The caller holds the run's host slots.
         """
         wanted = np.flatnonzero(~run.stored)
         if not wanted.size:
-            return 0
+            return
         keys = [run.keys[index] for index in wanted]
         arrived = await self._mover.store(run.namespace, keys, run.host[wanted])
         stored = run.stored.copy()
         stored[wanted] = arrived
         self._index.set_stored(run, stored)
-        return int(np.count_nonzero(~stored))
 
 
 def stretches(run: PageRun, marked: BoolArray) -> list[PageRun]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvtier.cache.reclaimer import Reclaimer, part_of, stretches
 from kvtier.index import NO_SLOT, Cursor, PageIndex, PageRun
+from kvtier.index.node import Node
 from kvtier.metrics import Metrics
 
 _BATCH_PAGES = 32
@@ -51,6 +52,7 @@ class Writer:
         self._queue: deque[PageRun] = deque()
         self._waiting: set[bytes] = set()  # chain keys of the pages in the queue and of the batch being written
         self._work = asyncio.Event()
+        self._is_closed = False
         self.turn = asyncio.Lock()  # held while a batch is being written
 
     def committed(self, end: Cursor, first_page: int) -> None:
@@ -113,35 +115,52 @@ class Writer:
         finally:
             self._dequeue(batch)
 
-    async def _write(self, run: PageRun) -> int:
-        """Writes a run, whose device slots are held, to host memory and Redis; returns the pages Redis lacks."""
+    async def _write(self, run: PageRun) -> None:
+        """Writes a run, whose device slots are held, to host memory and Redis."""
         copies = await self._reclaimer.copy_to_host(run)
         try:
-            copied = self._index.run(run.cursor, run.cursor.depth - copies.size)
-            lacking = await self._reclaimer.store(copied) if self._has_redis else 0
+            if self._has_redis:
+                await self._reclaimer.store(self._index.run(run.cursor, run.cursor.depth - copies.size))
         finally:
             self._index.host.release(copies)
-        return lacking + run.num_pages - copies.size
 
-    async def write_all(self, run: PageRun, deadline: float) -> int:
-        """Writes a run to Redis, wherever its pages are, and returns the pages Redis lacks.
+    async def write_all(self, node: Node, deadline: float, *, recheck: bool) -> int:
+        """Writes those pages of a node to Redis that it lacks, wherever they are; returns how many.
 
-        Begins no batch after `deadline` (seconds of the monotonic clock).
+        With `recheck` Redis is asked about the pages that it was given before, too. Begins no batch after `deadline`
+        (seconds of the monotonic clock).
         """
+        num_written, page = 0, node.first_page
+        while page < node.end_page and time.monotonic() < deadline:
+            async with self.turn:
+                # NOTE: Looked up in its turn: a flush may have had the one before, and left nothing to write.
+                page = max(page, node.first_page)
+                end = max(page, min(page + _BATCH_PAGES, node.end_page))
+                batch = self._index.run(Cursor(node, end), page)
+                if not self._is_closed and (recheck or not batch.stored.all()):
+                    num_written += await self._write_wherever(batch, recheck)
+            page += _BATCH_PAGES
+        return num_written
+
+    async def _write_wherever(self, run: PageRun, recheck: bool) -> int:
         num_device = int(np.count_nonzero(run.device != NO_SLOT))
-        on_device, on_host = part_of(run, 0, num_device), part_of(run, num_device, run.num_pages)
-        self._index.device.hold(on_device.device)
-        self._index.host.hold(on_host.host)
+        device_slots, host_slots = run.device[:num_device], run.host[num_device:]
+        self._index.device.hold(device_slots)
+        self._index.host.hold(host_slots)
         try:
-            lacking = 0
-            for whole, write in ((on_device, self._write), (on_host, self._reclaimer.store)):
-                for start in range(0, whole.num_pages, _BATCH_PAGES):
-                    batch = part_of(whole, start, min(start + _BATCH_PAGES, whole.num_pages))
-                    if time.monotonic() >= deadline:
-                        lacking += int(np.count_nonzero(~batch.stored))
-                    elif not batch.stored.all():
-                        lacking += await write(batch)
-            return lacking
+            if recheck:
+                run = await self._reclaimer.recheck(run)
+            on_device, on_host = part_of(run, 0, num_device), part_of(run, num_device, run.num_pages)
+            if not on_device.stored.all():
+                await self._write(on_device)
+            await self._reclaimer.store(on_host)
+            stored = self._index.run(run.cursor, run.first_page).stored
+            return int(np.count_nonzero(stored & ~run.stored))
         finally:
-            self._index.device.release(on_device.device)
-            self._index.host.release(on_host.host)
+            self._index.device.release(device_slots)
+            self._index.host.release(host_slots)
+
+    async def close(self) -> None:
+        """Returns when the batch under way is written; none is begun after that."""
+        async with self.turn:
+            self._is_closed = True

@@ -40,6 +40,7 @@ class _Open:
     cache: PrefixCache
     devices: list[Device]
     session_ids: set[int] = field(default_factory=set)
+    is_closing: bool = False  # nobody gets it any more; a flush still finds it
 
 
 class CacheRegistry:
@@ -75,7 +76,7 @@ class CacheRegistry:
     def get(self, fingerprint: bytes) -> PrefixCache:
         """Raises `CacheUnknownError` when no worker attached with this fingerprint (that of rank 0)."""
         opened = self._open.get(fingerprint)
-        if opened is None:
+        if opened is None or opened.is_closing:
             raise CacheUnknownError(
                 f"no cache has fingerprint {fingerprint.hex() or '(empty)'}; it opens when a worker attaches "
                 "(`kvtier stats` lists the open ones)"
@@ -180,19 +181,27 @@ class CacheRegistry:
                 f"all {self._config.max_caches} parts of the pools are in use by other models; detach their workers "
                 "and remove their pins, or start the daemon with a larger --max-caches"
             )
-        cache = self._open.pop(idle).cache
-        await cache.drain(self._config.drain_s)
-        await self._close(cache)
+        opened = self._open[idle]
+        opened.is_closing = True
+        try:
+            await opened.cache.drain(self._config.drain_s)
+        finally:
+            await self._close(idle)
 
-    async def _close(self, cache: PrefixCache) -> None:
+    async def _close(self, fingerprint: bytes) -> None:
+        cache = self._open[fingerprint].cache
         await self._supervisor.stop(_writer_name(cache))
-        await cache.close()
+        # NOTE: In sight of a flush until here, for what it writes to Redis until then must be flushed too.
+        try:
+            await cache.close()
+        finally:
+            del self._open[fingerprint]
         _log.info("closed cache %s", cache.identity.fingerprint.hex()[:16])
 
     async def close(self) -> None:
         """Closes all caches; what they hold and Redis lacks is lost, unless drained before."""
-        while self._open:
-            await self._close(self._open.popitem()[1].cache)
+        for fingerprint in list(self._open):
+            await self._close(fingerprint)
 
 
 def _writer_name(cache: PrefixCache) -> str:

@@ -185,9 +185,11 @@ async def _stop(
     server: grpc.aio.Server, health_servicer: health.HealthServicer, operator: Operator, config: Config
 ) -> None:
     await health_servicer.enter_graceful_shutdown()
-    drained = await operator.drain(config.drain_s)
-    _log.info("drained: Redis has %d pages, and lacks %d", drained.stored_pages, drained.unstored_pages)
-    await server.stop(_STOP_GRACE_S)
+    try:
+        drained = await operator.drain(config.drain_s)
+        _log.info("drained: Redis has %d pages, and lacks %d", drained.stored_pages, drained.unstored_pages)
+    finally:
+        await server.stop(_STOP_GRACE_S)
 
 
 async def _every(seconds: float, work: Callable[[], None]) -> None:

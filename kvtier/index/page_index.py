@@ -207,10 +207,10 @@ class PageIndex:
         return np.concatenate([NO_SLOTS, *unused])
 
     def set_stored(self, run: PageRun, stored: BoolArray) -> None:
-        """Marks the pages of a run that Redis has now."""
+        """Says which pages of a run Redis has now."""
         position = 0
         for node, first, last in self.tree.path(run.cursor, run.first_page):
-            node.stored[first:last] |= stored[position : position + last - first]
+            node.stored[first:last] = stored[position : position + last - first]
             position += last - first
 
     def forget_stored(self, namespace: str) -> None:

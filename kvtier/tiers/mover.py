@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from kvtier.tiers.host import HostPool
 from kvtier.tiers.redis import RedisTier
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _COPY_THREADS = 2  # a rank and direction: while one waits for its copy to end, the other queues the next one behind it
 _RATE_WEIGHT = 0.2  # of the newest transfer in the moving average
@@ -89,18 +91,14 @@ class Mover:
         device_slots: SlotArray,
         host_slots: SlotArray,
     ) -> None:
-        """Carries out one copy a rank, side by side, and raises when all have ended and one has failed."""
+        """Carries out one copy a rank, side by side."""
         run = asyncio.get_running_loop().run_in_executor
-        outcomes = await asyncio.gather(
-            *(
+        await until_all_ended(
+            [
                 run(threads, copy, device_slots, rank.host, host_slots)
                 for copy, rank in zip(copies, self.ranks, strict=True)
-            ),
-            return_exceptions=True,
+            ]
         )
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
 
     @contextlib.contextmanager
     def _counting(self, route: Route, num_pages: int) -> Iterator[None]:
@@ -160,6 +158,15 @@ class Mover:
                 return 0
         return count
 
+    async def still_stored(self, namespace: str, keys: Sequence[bytes]) -> BoolArray:
+        """Which of the pages that were written to Redis it has still; all of them while it does not answer."""
+        stored = np.ones(len(keys), dtype=np.bool_)
+        if self._redis is not None:
+            with contextlib.suppress(RedisUnavailableError):
+                for rank in self.ranks:
+                    stored &= await self._redis.which_exist(namespace, [rank.page_name(key) for key in keys])
+        return stored
+
     async def _each(
         self,
         route: Route,
@@ -169,8 +176,8 @@ class Mover:
     ) -> BoolArray:
         start = time.perf_counter()
         pages = list(zip(keys, host_slots.tolist(), strict=True))
-        of_ranks = await asyncio.gather(
-            *(asyncio.gather(*(move(rank, key, slot) for key, slot in pages)) for rank in self.ranks)
+        of_ranks = await until_all_ended(
+            [until_all_ended([move(rank, key, slot) for key, slot in pages]) for rank in self.ranks]
         )
         outcomes = [_of_page(images) for images in zip(*of_ranks, strict=True)]
         seconds = time.perf_counter() - start
@@ -193,6 +200,19 @@ class Mover:
         """Waits for running copies."""
         self._down.shutdown(wait=True)
         self._up.shutdown(wait=True)
+
+
+async def until_all_ended(works: Sequence[Awaitable[T]]) -> list[T]:
+    """Results of works side by side; raises when all have ended and one has failed.
+
+    What they use, slots for example, is free then, which `asyncio.gather` alone does not promise.
+    """
+    results = []
+    for outcome in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
 
 
 def _of_page(images: Sequence[str]) -> str:

@@ -125,13 +125,22 @@ class RedisTier:
 
     async def count_prefix(self, namespace: str, names: Sequence[PageName]) -> int:
         """How many leading pages of `names` Redis has."""
+        for start in range(0, len(names), _EXISTS_BATCH):
+            exists = await self._exist(namespace, names[start : start + _EXISTS_BATCH])
+            if not all(exists):
+                return start + exists.index(False)
+        return len(names)
+
+    async def which_exist(self, namespace: str, names: Sequence[PageName]) -> list[bool]:
+        """For each page of `names`, whether Redis has it."""
+        exist: list[bool] = []
+        for start in range(0, len(names), _EXISTS_BATCH):
+            exist += await self._exist(namespace, names[start : start + _EXISTS_BATCH])
+        return exist
+
+    async def _exist(self, namespace: str, names: Sequence[PageName]) -> list[bool]:
         keys = [page_key(namespace, name) for name in names]
-        for start in range(0, len(keys), _EXISTS_BATCH):
-            batch = keys[start : start + _EXISTS_BATCH]
-            count = await self._caller.call(functools.partial(_count_leading, batch))
-            if count < len(batch):
-                return start + count
-        return len(keys)
+        return await self._caller.call(functools.partial(_exist, keys))
 
     async def flush_namespace(self, namespace: str) -> int:
         """Deletes every page of `namespace`, on every node; returns how many. Pages stored meanwhile may stay."""
@@ -200,12 +209,11 @@ def _rejection(page: StoredPage, name: PageName) -> _Rejected | None:
     return None
 
 
-def _count_leading(keys: Sequence[str], client: RedisClient, call: Call) -> int:
+def _exist(keys: Sequence[str], client: RedisClient, call: Call) -> list[bool]:
     with client.pipeline(transaction=False) as pipeline:
         for key in keys:
             pipeline.execute_command("EXISTS", key)
-        exists = pipeline.execute()
-    return exists.index(0) if 0 in exists else len(keys)
+        return [bool(exists) for exists in pipeline.execute()]
 
 
 def _masters(client: RedisClient, call: Call) -> list[redis.Redis]:

@@ -236,6 +236,12 @@ def _address(text: str, default_port: int) -> Address:
         raise ConfigurationError(f"the Redis URL has the address {text!r}; write host:port") from None
     if not host:
         raise ConfigurationError("the Redis URL lacks a host; write redis://host:port")
+    try:
+        host.encode("idna")  # as whoever looks it up will
+    except UnicodeError:
+        raise ConfigurationError(
+            f"the Redis URL has the host {host!r}, which is no name: between its dots are 1 to 63 characters"
+        ) from None
     return Address(host, port or default_port)
 
 

@@ -1,22 +1,35 @@
-"""A GPU that fails to copy: pages are missed and counted, never wrong, and nothing stays held."""
+"""Copies that fail, on the GPU or to Redis: pages are missed and counted, never wrong, and nothing stays held."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import pytest
-from serving import PAGE_SIZE, assert_true_pages, attach, eventually, small_config, some_tokens, state_of, store
+from serving import (
+    PAGE_SIZE,
+    Valkey,
+    assert_true_pages,
+    attach,
+    eventually,
+    small_config,
+    some_tokens,
+    state_of,
+    store,
+)
 
 from kvtier.daemon.devices import SharedMemoryDevice
 from kvtier.daemon.operator import Operator
 from kvtier.daemon.server import running
-from kvtier.errors import GpuError
+from kvtier.errors import DaemonError, GpuError
 from kvtier.index.pool import SlotArray
 from kvtier.metrics import Metrics
 from kvtier.results import TokensByTier
 from kvtier.tiers.base import Route, Tier
 from kvtier.tiers.device import SharedMemoryDevicePool
 from kvtier.tiers.host import HostPool
+from kvtier.tiers.redis import RedisTier
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 FIRST, SECOND = some_tokens(10, seed=1), some_tokens(10, seed=2)
 
@@ -95,3 +108,38 @@ async def test_pages_that_cannot_be_promoted_stay_where_they_are(directory: Path
         assert_true_pages(session, lease, "tenant", FIRST)
         await lease.release()
         await assert_nothing_is_held(operator)
+
+
+async def fault(*arguments: object) -> None:
+    raise ValueError("a fault that nobody expects")
+
+
+async def test_a_fault_while_pages_are_written_to_redis_leaves_nothing_held(
+    directory: Path, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(directory, device_pages=16, host_pages=16, redis=valkey.url)
+    async with running(config) as operator, await attach(directory) as session:
+        await store(session, "tenant", FIRST)
+        await store(session, "tenant", SECOND)
+        with monkeypatch.context() as patch:
+            patch.setattr(RedisTier, "put", fault)
+            for _ in range(5):
+                with pytest.raises(DaemonError, match="ValueError"):
+                    await session.acquire("tenant", b"", reserve_pages=16)
+        await assert_nothing_is_held(operator)
+        await store(session, "tenant", some_tokens(16, seed=10))
+
+
+async def test_a_fault_in_the_last_drain_does_not_keep_the_server_up(
+    directory: Path, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{directory}/kvtier.sock") as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(ValueError, match="nobody expects"):
+            async with running(small_config(directory, redis=valkey.url)), await attach(directory) as session:
+                await store(session, "tenant", FIRST)
+                assert len((await stub.GetStatistics(admin_pb2.GetStatisticsRequest())).caches) == 1
+                monkeypatch.setattr(RedisTier, "put", fault)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetStatistics(admin_pb2.GetStatisticsRequest(), timeout=5)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -246,6 +246,19 @@ async def test_write_through_writes_on_commit_and_each_page_once(directory: Path
         assert valkey.client.info("commandstats")["cmdstat_set"]["calls"] == NUM_PAGES
 
 
+async def test_what_redis_has_dropped_is_written_again_when_it_leaves_host_memory(
+    directory: Path, valkey: Valkey
+) -> None:
+    config = small_config(directory, device_pages=16, host_pages=16, redis=valkey.url, write_policy="write_through")
+    async with running(config) as operator, await attach(directory) as session:
+        await store(session, "tenant", PROMPTS[0])
+        await eventually(lambda: valkey.client.dbsize() == NUM_PAGES)
+        await eventually(lambda: only_cache(operator).device.held_pages == 0)
+        valkey.client.flushall()
+        await only_in_redis(session, directory, 0)
+        assert await find(session, 0) == TokensByTier(0, 0, ALL)
+
+
 async def test_a_prompt_longer_than_the_write_queue_is_written_through_in_the_end(
     directory: Path, valkey: Valkey
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serving import (
@@ -27,11 +28,13 @@ from serving import (
 )
 
 import kvtier
+from kvtier.cache import Prompt
 from kvtier.client import AsyncSession, Client, TokensByTier
 from kvtier.daemon.devices import SharedMemoryDevice
 from kvtier.daemon.server import running
-from kvtier.errors import CacheFullError, DaemonError, DrainingError, PinUnknownError
+from kvtier.errors import CacheFullError, CacheUnknownError, DaemonError, DrainingError, PinUnknownError
 from kvtier.index.pool import SlotArray
+from kvtier.tiers.base import Tier
 from kvtier.tiers.device import SharedMemoryDevicePool
 from kvtier.tiers.host import HostPool
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
@@ -102,6 +105,27 @@ async def test_flush_keeps_and_counts_what_a_lease_holds(directory: Path, valkey
         assert await where(directory, "tenant") == TokensByTier(0, 0, 3 * PAGE_SIZE)
         flushed = await ask(directory, lambda client: client.flush_namespace("tenant"))
         assert (flushed.device_pages, flushed.redis_pages, flushed.kept_pages) == (0, 3, 0)
+
+
+async def test_flush_finds_a_cache_that_is_being_closed(directory: Path, valkey: Valkey) -> None:
+    config = small_config(directory, device_pages=256, redis=valkey.url, redis_timeout_s=30.0, drain_s=30.0)
+    async with running(config) as operator:
+        async with await attach(directory) as session:
+            for seed in range(24):
+                await store(session, "tenant", some_tokens(8, seed))
+        await eventually(lambda: state_of(operator).sessions == 0)
+        (cache,) = operator.registry
+        valkey.pause()
+        attaching = asyncio.create_task(attach(directory, other_identity(model="other-model")))
+        await eventually(lambda: cache.num_held(Tier.DEVICE) > 0)  # the first pages are on their way to Redis
+        flushing = asyncio.create_task(operator.flush("tenant"))
+        await asyncio.sleep(0)
+        valkey.resume()
+        flushed = await flushing
+        async with await attaching:
+            assert valkey.client.dbsize() == 0
+        assert flushed.device + flushed.redis >= 24 * 8
+        assert flushed.kept == 0
 
 
 async def test_a_pin_keeps_pages_under_pressure_until_it_is_removed(directory: Path) -> None:
@@ -212,6 +236,24 @@ async def test_a_drain_whose_caller_goes_leaves_no_copy_half_done(
         state_of(operator)
 
 
+async def test_drain_writes_pages_that_were_split_off_or_committed_meanwhile(directory: Path, valkey: Valkey) -> None:
+    config = small_config(directory, redis=valkey.url, redis_timeout_s=30.0)
+    async with running(config) as operator, await attach(directory) as session:
+        await store(session, "tenant", PROMPT)
+        await store(session, "tenant", some_tokens(8, seed=2))
+        lease = await session.acquire("tenant", b"", reserve_pages=5)
+        (cache,) = operator.registry
+        valkey.pause()
+        draining = asyncio.create_task(operator.drain(20))
+        await eventually(lambda: cache.num_held(Tier.HOST) > 0)  # the newest prompt is on its way
+        await lease.commit(np.concatenate([PROMPT[: 4 * PAGE_SIZE], some_tokens(1, seed=3)]), lease.reserved_pages)
+        assert cache.index.tree.num_nodes == 4
+        valkey.resume()
+        assert await draining == (17, 0)
+        assert valkey.client.dbsize() == 17
+        await lease.release()
+
+
 async def test_drain_without_an_answer_from_redis_ends_in_time_and_says_what_is_missing(
     directory: Path, valkey: Valkey
 ) -> None:
@@ -267,6 +309,24 @@ async def test_a_new_model_takes_the_place_of_an_idle_one_whose_pages_go_to_redi
         async with await attach(directory) as session:
             lease = await session.acquire("tenant", PROMPT, wait_s=10)
             assert lease.matched_tokens == TokensByTier(0, 0, ALL)
+
+
+async def test_a_prefetch_into_a_cache_that_is_closed_meanwhile_is_refused(directory: Path, valkey: Valkey) -> None:
+    config = small_config(directory, redis=valkey.url, redis_timeout_s=30.0)
+    async with running(config) as operator:
+        async with await attach(directory) as session:
+            await store(session, "tenant", PROMPT)
+        await eventually(lambda: state_of(operator).sessions == 0)
+        (cache,) = operator.registry
+        await cache.drain(10)
+        await cache.flush("tenant")  # not in Redis, which alone knows what to prefetch
+        valkey.pause()
+        prefetching = asyncio.create_task(cache.prefetch(Prompt("tenant", PROMPT.astype("<u4").tobytes())))
+        await asyncio.sleep(0)
+        async with await attach(directory, other_identity(model="other-model")):
+            valkey.resume()
+            with pytest.raises(CacheUnknownError, match="closed in the meantime"):
+                await prefetching
 
 
 async def test_a_pinned_cache_is_not_idle(directory: Path) -> None:

@@ -120,6 +120,16 @@ async def test_a_page_that_lacks_one_rank_in_redis_is_not_found(directory: Path,
         assert (await ranks.find(PROMPTS[0])).total == NUM_PAGES * PAGE_SIZE
 
 
+async def test_a_drain_writes_a_page_again_that_redis_has_dropped_of_one_rank(directory: Path, valkey: Valkey) -> None:
+    config = config_of_ranks(directory, 16, 16, redis=valkey.url)
+    async with running(config) as operator, group(directory) as ranks:
+        await ranks.store(PROMPTS[0])
+        assert await operator.drain(10) == (NUM_PAGES, 0)
+        assert valkey.client.delete(redis_key(PROMPTS[0], page=3, rank=1)) == 1
+        assert await operator.drain(10) == (NUM_PAGES, 0)
+        assert valkey.client.dbsize() == WORLD_SIZE * NUM_PAGES
+
+
 async def test_a_page_that_is_corrupt_on_one_rank_is_not_found(directory: Path, valkey: Valkey) -> None:
     config = config_of_ranks(directory, 16, 16, redis=valkey.url)
     async with running(config), group(directory) as ranks:

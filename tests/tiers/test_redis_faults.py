@@ -225,6 +225,18 @@ async def test_what_is_not_redis_is_an_error_not_a_page(open_tier, tmp_path, rep
             await tier.put(NAMESPACE, *page(1))
 
 
+async def test_what_the_client_library_cannot_read_is_a_failure_like_any_other(open_tier, tmp_path):
+    async def answer(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":5\r\n")  # to SCAN: redis-py unpacks it and raises TypeError
+
+    async with scripted_redis(tmp_path / "socket", answer) as url:
+        tier = open_tier(url)
+        for _ in range(3):
+            with pytest.raises(RedisUnavailableError, match="TypeError"):
+                await tier.flush_namespace(NAMESPACE)
+        assert "TypeError" in tier.breaker.last_error
+
+
 async def test_a_string_in_reply_to_a_put_does_not_touch_the_page(open_tier, tmp_path):
     async def answer(command: list[bytes], writer: asyncio.StreamWriter) -> None:
         writer.write(b"$10100\r\n" + bytes(10_100) + b"\r\n")

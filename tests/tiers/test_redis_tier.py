@@ -82,6 +82,8 @@ async def test_count_prefix_stops_at_the_first_page_that_is_missing(valkey, open
     for missing in (699, 512, 511, 256, 255, 1, 0):
         valkey.client.delete(page_key(NAMESPACE, names[missing]))
         assert await tier.count_prefix(NAMESPACE, names) == missing
+    exist = await tier.which_exist(NAMESPACE, names)
+    assert [index for index, exists in enumerate(exist) if not exists] == [0, 1, 255, 256, 511, 512, 699]
 
 
 async def test_flush_deletes_one_namespace_and_nothing_else(valkey, open_tier):

@@ -81,6 +81,8 @@ def test_nothing_that_is_printed_shows_credentials():
         ("redis://", "lacks a host"),
         ("redis://far:port", "host:port"),
         ("redis://far:99999", "host:port"),
+        ("redis://redis..svc:6379", "no name"),
+        (f"redis+cluster://a,{64 * 'b'}.svc", "no name"),
         ("redis://[::1", "cannot be read"),
         ("redis://far/zero", "database 'zero'"),
         ("redis://far?db=zero", "db"),
