@@ -6,6 +6,7 @@ import bisect
 import gc
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from kvtier.client import Lease, PoolMapping, Session
@@ -134,34 +135,39 @@ class Worker:
         started_s = time.perf_counter()
         chunks = [plan.chunk for plan in planned]
         valid_until_s = min(plan.sequence.lease.valid_until_s for plan in planned)
+        unfinished = [plan.sequence for plan in planned]
         try:
             with self._ranks.computing(on_pool.pool.pool_id, valid_until_s, chunks):
                 output = on_pool.runner.run(chunks)
                 tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
+            # NOTE: the tokens are here, so a GPU has computed the whole pass, and so have those of the other ranks,
+            # without whose part of the last layer there would be no tokens: pages that are committed now are complete.
+            prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
+            self._rate.add(prefilled, time.perf_counter() - started_s)
+            for (sequence, chunk), token in zip(planned, tokens, strict=True):
+                # NOTE: checked again, since the pages may have become another's while the pass was reading them.
+                if self._is_held(sequence):
+                    self._advance(sequence, chunk, token)
+                unfinished.remove(sequence)
         except BaseException:
-            # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need. And these
-            # pages are another's at once when they are given back, so what was launched on them has to end first.
-            try:
+            # NOTE: it cannot be repeated for those that have not advanced: some layers have written over tokens that
+            # their pages would need. And these pages are another's at once when they are given back, so what was
+            # launched on them has to end first.
+            with ExitStack() as stack:
+                for sequence in unfinished:
+                    if sequence in self._running:
+                        stack.callback(self._requeue, sequence)
                 self._model.wait()
-            finally:
-                for plan in planned:
-                    self._requeue(plan.sequence)
             raise
-        # NOTE: the tokens are here, so a GPU has computed the whole pass, and so have those of the other ranks, without
-        # whose part of the last layer there would be no tokens: pages that are committed now are complete.
-        prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
-        self._rate.add(prefilled, time.perf_counter() - started_s)
-        for (sequence, chunk), token in zip(planned, tokens, strict=True):
-            # NOTE: checked again, since the pages may have become another's while the pass was reading them.
-            if self._is_held(sequence):
-                self._advance(sequence, chunk, token)
 
     def _advance(self, sequence: Sequence, chunk: Chunk, next_token: int) -> None:
         sequence.advance(chunk)
-        reason = sequence.append_token(next_token) if chunk.end == len(sequence.tokens) else None
+        # Before the token is taken: when this is interrupted, the sequence begins anew, and ends where it would have.
         self._attempt(sequence, sequence.commit_full_pages)
-        if reason and sequence.reply is None:
-            self._finish(sequence, reason)
+        if sequence.reply is None and chunk.end == len(sequence.tokens):
+            reason = sequence.append_token(next_token)
+            if reason:
+                self._finish(sequence, reason)
 
     def _admit(self) -> None:
         """Starts waiting requests in their order, until one has to go on waiting.
