@@ -85,6 +85,7 @@ def release(lease: Lease) -> None:
     """Gives a lease back; one that is gone needs no release.
 
     When its time is over, the daemon has been silent for as long. Nobody waits then: it has it back when it wakes up.
+    Nor does the daemon keep it when this is interrupted.
     """
     try:
         lease.check()
@@ -93,3 +94,6 @@ def release(lease: Lease) -> None:
         lease.release_soon()
     except LEASE_GONE:
         pass
+    except BaseException:
+        lease.release_soon()  # the daemon may not have been asked; to ask it twice does no harm
+        raise

@@ -235,23 +235,27 @@ class Worker:
         return False
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._stop(sequence)
+        lease = self._stop(sequence)
         sequence.restart()
         bisect.insort(self._waiting, sequence, key=_by_arrival)
+        release(lease)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: KvtierError | None = None) -> None:
+        sequence.finish(reason, error)
         if sequence in self._running:
-            self._stop(sequence)
             self._retry_at_s = 0.0  # its pages may be what the next one waits for
+            release(self._stop(sequence))
         else:
             self._waiting.remove(sequence)
-        sequence.finish(reason, error)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """Takes back what a running sequence holds."""
+    def _stop(self, sequence: Sequence) -> Lease:
+        """Takes a sequence from those that run; the lease that it had, to be released.
+
+        NOTE: once the sequence is waiting or finished, since that asks the daemon and may be interrupted.
+        """
         self._running.remove(sequence)
-        release(sequence.lease)
         self._open_pages.give_back(sequence.open_slot)
+        return sequence.lease
 
     def _on_pool(self) -> _OnPool | None:
         """What runs steps over the session's pool, if that is not lost just now.

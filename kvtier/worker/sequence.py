@@ -124,7 +124,7 @@ class Sequence:
         self._restarts += 1
 
     def finish(self, reason: FinishReason, error: KvtierError | None = None) -> None:
-        """Ends the request; it has no lease any more."""
+        """Ends the request, which needs no lease any more."""
         times_s = self._token_times_s or [self._submitted_s]
         statistics = RequestStatistics(
             prompt_tokens=len(self.request.prompt),

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch.distributed
 from random_recipes import random_recipe
 from scratch_pool import assert_same_reply
 from tiny_models import PAGE_SIZE, random_tokens, tiny_model
-from worker_fixtures import StartWorker
+from worker_fixtures import StartWorker, wait_until
 
 from kvtier.client import Client
 from kvtier.errors import InvalidRequestError, RankLostError
@@ -172,13 +172,6 @@ def test_idle_ranks_let_go_of_the_pools_of_a_dead_daemon(small_daemon: DaemonPro
             with Client(successor.address) as client:
                 wait_until(lambda: client.statistics().sessions == WORLD_SIZE)
             wait_until(lambda: lost_pools(os.getpid()) == lost_pools(other.pid or 0) == 0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def load_and_tell(directory: Path) -> WorkerModel:
