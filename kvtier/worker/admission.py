@@ -63,6 +63,12 @@ class Admission:
             return Admitted(sequence, error)
         raise error
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Has the lease of a sequence given back as soon as it comes, if it is the one that was asked for."""
+        if self._asked and self._asked[0] is sequence:
+            self._asked[1].add_done_callback(_give_back)
+            self._asked = None
+
     def _get_lease(self, sequence: Sequence, prefill_tokens_per_second: float) -> Lease:
         lease = self._session.acquire(
             sequence.request.namespace,
@@ -79,6 +85,11 @@ class Admission:
             release(lease)
             raise
         return lease
+
+
+def _give_back(got: Future[Lease]) -> None:
+    if not got.cancelled() and got.exception() is None:
+        got.result().release_soon()
 
 
 def release(lease: Lease) -> None:

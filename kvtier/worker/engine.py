@@ -110,6 +110,7 @@ class Worker:
     def cancel(self, sequence: Sequence) -> None:
         """Ends a request now and gives its pages back; one that is finished stays as it is."""
         if sequence.reply is None:
+            self._admission.withdraw(sequence)
             self._finish(sequence, FinishReason.CANCELLED)
 
     def close(self) -> None:
@@ -189,10 +190,7 @@ class Worker:
 
     def _take_answer(self, admitted: Admitted) -> None:
         sequence, answer = admitted
-        if sequence.reply:  # it was cancelled meanwhile
-            if isinstance(answer, Lease):
-                release(answer)
-        elif isinstance(answer, Lease):
+        if isinstance(answer, Lease):
             self._waiting.remove(sequence)
             sequence.start(answer, self._open_pages.take_slot())
             bisect.insort(self._running, sequence, key=_by_arrival)

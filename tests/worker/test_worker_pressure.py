@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from serving import Valkey
 from tiny_models import PAGE_SIZE, VOCAB_SIZE, random_tokens, tiny_model
 from worker_fixtures import StartWorker, wait_until
 
-from kvtier.client import Client, Lease, TokensByTier, connect
+from kvtier.client import Client, Lease, Session, TokensByTier, connect
 from kvtier.errors import CacheFullError, DaemonUnavailableError, InvalidRequestError
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
@@ -134,6 +136,31 @@ def test_cancelled_requests_give_their_pages_back(worker: Worker, small_daemon: 
         assert sequence.reply is not None
         assert sequence.reply.finish_reason is FinishReason.CANCELLED
     assert len(running.generated) == 1
+
+
+def test_a_request_cancelled_before_its_lease_comes_gives_its_pages_back(
+    worker: Worker, small_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nobody steps any more."""
+    cancelled, acquire = threading.Event(), Session.acquire
+
+    def acquire_late(*args: Any, **settings: Any) -> Lease:
+        lease = acquire(*args, **settings)
+        assert cancelled.wait(20)
+        return lease
+
+    running = worker.submit(Request("cancel", random_tokens(40), 50))
+    worker.step()
+    monkeypatch.setattr(Session, "acquire", acquire_late)
+    waiting = worker.submit(Request("cancel", random_tokens(30), 50))
+    worker.step()
+    worker.cancel(running)
+    worker.cancel(waiting)
+    cancelled.set()
+    worker._admission._thread.shutdown()  # waits for it
+    wait_until(lambda: held_pages(small_daemon.address) == 0)
+    assert waiting.reply is not None
+    assert waiting.reply.finish_reason is FinishReason.CANCELLED
 
 
 @pytest.mark.parametrize("ends", [False, True])
