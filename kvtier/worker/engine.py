@@ -93,18 +93,23 @@ class Worker:
 
     def generate(self, request: Request) -> Reply:
         """Runs one request to its end, beside those that run already; raises the error that ended it early."""
-        sequence = self.submit(request)
-        while sequence.reply is None:
-            self.step()
-        if sequence.reply.error:
-            raise sequence.reply.error
-        return sequence.reply
+        (reply,) = self.run([request])
+        if reply.error:
+            raise reply.error
+        return reply
 
     def run(self, requests: Iterable[Request]) -> list[Reply]:
-        """Runs requests together; replies in their order, failed ones with their `error`."""
-        sequences = [self.submit(request) for request in requests]
-        while any(sequence.reply is None for sequence in sequences):
-            self.step()
+        """Runs requests together; replies in their order, failed ones with their `error`.
+
+        What this raises, such as for a request that is refused, ends all of them.
+        """
+        sequences: list[Sequence] = []
+        with ExitStack() as stack:
+            for request in requests:
+                sequences.append(self.submit(request))
+                stack.callback(self.cancel, sequences[-1])
+            while any(sequence.reply is None for sequence in sequences):
+                self.step()
         return [sequence.reply for sequence in sequences if sequence.reply]
 
     def cancel(self, sequence: Sequence) -> None:

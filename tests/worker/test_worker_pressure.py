@@ -163,6 +163,33 @@ def test_a_request_cancelled_before_its_lease_comes_gives_its_pages_back(
     assert waiting.reply.finish_reason is FinishReason.CANCELLED
 
 
+def test_nothing_is_left_of_requests_that_were_not_run_to_their_end(
+    worker: Worker, small_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because another is refused, or because they are interrupted; what was submitted beside them goes on."""
+    beside = worker.submit(Request("beside", random_tokens(30), 9))
+    worker.step()
+    request = Request("run", random_tokens(40), 50)
+    with pytest.raises(InvalidRequestError, match="is not in the vocabulary"):
+        worker.run([request, Request("run", [VOCAB_SIZE], 1)])
+
+    def interrupt() -> None:
+        Worker.step(worker)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.run([request] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        worker.generate(request)
+    monkeypatch.undo()
+    assert (worker._running, worker._waiting) == ([beside], [])
+    while beside.reply is None:
+        worker.step()
+    assert beside.reply.finish_reason is FinishReason.LENGTH
+    wait_until(lambda: held_pages(small_daemon.address) == 0)
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_an_interrupted_release_loses_no_sequence(
     ends: bool, worker: Worker, small_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
