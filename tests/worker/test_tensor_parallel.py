@@ -37,9 +37,9 @@ def load_tiny(architecture: str) -> WorkerModel:
     return tiny_model.__wrapped__(architecture)
 
 
-def load_in_rank_0() -> WorkerModel:
+def load_in_rank_0(error: Exception) -> WorkerModel:
     if multiprocessing.parent_process() is not None:
-        raise InvalidRequestError("this rank has no model")
+        raise error
     return load_tiny("llama")
 
 
@@ -212,15 +212,18 @@ def test_a_rank_that_ends_is_an_error_and_not_a_hang(daemon: DaemonProcess) -> N
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError("this rank has no model"), EOFError("the file of its weights is cut short")]
+)
 def test_what_fails_in_another_rank_ends_the_connecting(
-    daemon: DaemonProcess, capfd: pytest.CaptureFixture[str]
+    error: Exception, daemon: DaemonProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (
         pytest.raises(RankLostError, match="rank 1 has ended with exit code 1; its last output says why"),
-        connect_tensor_parallel(daemon.address, load_in_rank_0, ["cpu", "cpu"]),
+        connect_tensor_parallel(daemon.address, functools.partial(load_in_rank_0, error), ["cpu", "cpu"]),
     ):
         pass
-    assert "this rank has no model" in capfd.readouterr().err
+    assert str(error) in capfd.readouterr().err
     assert not multiprocessing.active_children()
 
 
