@@ -82,11 +82,11 @@ class Worker:
         """Queues a request; the sequence has a `reply` once it is finished.
 
         Raises:
-            InvalidRequestError: a token is not in the vocabulary, or prompt and reply can never fit in the model's
-                context or the device pool.
+            InvalidRequestError: a token is no integer or not in the vocabulary, or prompt and reply can never fit in
+                the model's context or the device pool.
         """
-        self._check(request)
         sequence = Sequence(request, self._num_submitted, self._layout.page_size)
+        self._check(sequence)
         self._num_submitted += 1
         self._waiting.append(sequence)
         return sequence
@@ -281,8 +281,8 @@ class Worker:
         self._known_pool = None
         gc.collect()  # torch's tensor parallelism leaves cycles behind that refer to the last step
 
-    def _check(self, request: Request) -> None:
-        num_tokens = len(request.prompt) + request.max_new_tokens
+    def _check(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.tokens) + sequence.request.max_new_tokens
         if num_tokens > self._model.max_tokens:
             raise InvalidRequestError(
                 f"prompt and reply have up to {num_tokens} tokens; {self._model.name} takes {self._model.max_tokens}"
@@ -293,7 +293,7 @@ class Worker:
                 f"prompt and reply need up to {num_pages} pages and the device pool has {pool_pages}; "
                 "give the daemon a larger pool or ask for fewer tokens"
             )
-        for token in (min(request.prompt), max(request.prompt)):
+        for token in (min(sequence.tokens), max(sequence.tokens)):
             if not 0 <= token < self._model.vocab_size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {self._model.vocab_size} tokens")
 

@@ -105,6 +105,9 @@ def test_a_request_that_can_never_fit_is_refused_at_once(worker: Worker) -> None
         worker.submit(Request("large", [1, VOCAB_SIZE], 1))
     with pytest.raises(InvalidRequestError, match="token -3 is not in the vocabulary"):
         worker.submit(Request("large", [1, -3], 1))
+    for no_token in (1.0, "1", None):
+        with pytest.raises(InvalidRequestError, match="the prompt holds what is no token id: '(float|str|NoneType)'"):
+            worker.submit(Request("large", [1, no_token], 1))
     with pytest.raises(InvalidRequestError, match="the prompt is empty"):
         Request("large", [], 1)
 
