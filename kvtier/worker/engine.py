@@ -156,9 +156,8 @@ class Worker:
                     self._advance(sequence, chunk, token)
                 unfinished.remove(sequence)
         except BaseException:
-            # NOTE: it cannot be repeated for those that have not advanced: some layers have written over tokens that
-            # their pages would need. And these pages are another's at once when they are given back, so what was
-            # launched on them has to end first.
+            # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need. And these
+            # pages are another's at once when they are given back, so what was launched on them has to end first.
             with ExitStack() as stack:
                 for sequence in unfinished:
                     if sequence in self._running:
@@ -252,10 +251,7 @@ class Worker:
             self._waiting.remove(sequence)
 
     def _stop(self, sequence: Sequence) -> Lease:
-        """Takes a sequence from those that run; the lease that it had, to be released.
-
-        NOTE: once the sequence is waiting or finished, since that asks the daemon and may be interrupted.
-        """
+        """Ends its running; whoever calls this releases the lease behind all else, since that may be interrupted."""
         self._running.remove(sequence)
         self._open_pages.give_back(sequence.open_slot)
         return sequence.lease

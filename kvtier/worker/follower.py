@@ -53,20 +53,21 @@ class _Rank0:
         self._connection = connection
 
     def tell(self, message: bytes) -> None:
-        with _going():
+        with _on_connection():
             self._connection.send_bytes(message)
 
     def hear(self) -> bytes:
-        with _going():
+        with _on_connection():
             return self._connection.recv_bytes()
 
     def says_something(self, timeout_s: float) -> bool:
-        with _going():
+        with _on_connection():
             return self._connection.poll(timeout_s)
 
 
 @contextlib.contextmanager
-def _going() -> Iterator[None]:
+def _on_connection() -> Iterator[None]:
+    """For one call of the connection."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
