@@ -63,6 +63,12 @@ class Admission:
             return Admitted(sequence, error)
         raise error
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Has the lease of a sequence given back as soon as it comes, if it is the one that was asked for."""
+        if self._asked and self._asked[0] is sequence:
+            self._asked[1].add_done_callback(_give_back)
+            self._asked = None
+
     def _get_lease(self, sequence: Sequence, prefill_tokens_per_second: float) -> Lease:
         lease = self._session.acquire(
             sequence.request.namespace,
@@ -81,10 +87,16 @@ class Admission:
         return lease
 
 
+def _give_back(got: Future[Lease]) -> None:
+    if not got.cancelled() and got.exception() is None:
+        got.result().release_soon()
+
+
 def release(lease: Lease) -> None:
     """Gives a lease back; one that is gone needs no release.
 
     When its time is over, the daemon has been silent for as long. Nobody waits then: it has it back when it wakes up.
+    Nor does the daemon keep it when this is interrupted.
     """
     try:
         lease.check()
@@ -93,3 +105,6 @@ def release(lease: Lease) -> None:
         lease.release_soon()
     except LEASE_GONE:
         pass
+    except BaseException:
+        lease.release_soon()  # the daemon may not have been asked; to ask it twice does no harm
+        raise

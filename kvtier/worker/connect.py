@@ -71,7 +71,7 @@ def connect_tensor_parallel(
             a function of a module or a `partial` of one, such as `partial(load_model, path, dtype=torch.bfloat16)`.
         devices: of the ranks, such as "cuda:0" and "cuda:1".
         load_timeout_s: how long the other ranks may take until they are ready.
-        step_timeout_s: how long ranks wait for each other within a step.
+        step_timeout_s: how long ranks wait for each other within a step, and until all have attached to a new pool.
 
     Raises `RankLostError`, also later on, when the process of a rank ends, and `InvalidRequestError` when the model
     cannot be split among so many.
@@ -93,7 +93,7 @@ def connect_tensor_parallel(
             timeout_s,
         )
         others = [_start(settings, rank) for rank in range(1, len(devices))]
-        ranks = Ranks(others)
+        ranks = Ranks(others, step_timeout_s)
         stack.callback(ranks.close)
         with ranks.together():
             model = load()

@@ -6,6 +6,7 @@ import bisect
 import gc
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from kvtier.client import Lease, PoolMapping, Session
@@ -81,34 +82,40 @@ class Worker:
         """Queues a request; the sequence has a `reply` once it is finished.
 
         Raises:
-            InvalidRequestError: a token is not in the vocabulary, or prompt and reply can never fit in the model's
-                context or the device pool.
+            InvalidRequestError: a token is no integer or not in the vocabulary, or prompt and reply can never fit in
+                the model's context or the device pool.
         """
-        self._check(request)
         sequence = Sequence(request, self._num_submitted, self._layout.page_size)
+        self._check(sequence)
         self._num_submitted += 1
         self._waiting.append(sequence)
         return sequence
 
     def generate(self, request: Request) -> Reply:
         """Runs one request to its end, beside those that run already; raises the error that ended it early."""
-        sequence = self.submit(request)
-        while sequence.reply is None:
-            self.step()
-        if sequence.reply.error:
-            raise sequence.reply.error
-        return sequence.reply
+        (reply,) = self.run([request])
+        if reply.error:
+            raise reply.error
+        return reply
 
     def run(self, requests: Iterable[Request]) -> list[Reply]:
-        """Runs requests together; replies in their order, failed ones with their `error`."""
-        sequences = [self.submit(request) for request in requests]
-        while any(sequence.reply is None for sequence in sequences):
-            self.step()
+        """Runs requests together; replies in their order, failed ones with their `error`.
+
+        What this raises, such as for a request that is refused, ends all of them.
+        """
+        sequences: list[Sequence] = []
+        with ExitStack() as stack:
+            for request in requests:
+                sequences.append(self.submit(request))
+                stack.callback(self.cancel, sequences[-1])
+            while any(sequence.reply is None for sequence in sequences):
+                self.step()
         return [sequence.reply for sequence in sequences if sequence.reply]
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a request now and gives its pages back; one that is finished stays as it is."""
         if sequence.reply is None:
+            self._admission.withdraw(sequence)
             self._finish(sequence, FinishReason.CANCELLED)
 
     def close(self) -> None:
@@ -134,34 +141,38 @@ class Worker:
         started_s = time.perf_counter()
         chunks = [plan.chunk for plan in planned]
         valid_until_s = min(plan.sequence.lease.valid_until_s for plan in planned)
+        unfinished = [plan.sequence for plan in planned]
         try:
             with self._ranks.computing(on_pool.pool.pool_id, valid_until_s, chunks):
                 output = on_pool.runner.run(chunks)
                 tokens = choose_tokens(*output, [plan.sequence.sampler for plan in planned])
+            # NOTE: the tokens are here, so a GPU has computed the whole pass, and so have those of the other ranks,
+            # without whose part of the last layer there would be no tokens: pages that are committed now are complete.
+            prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
+            self._rate.add(prefilled, time.perf_counter() - started_s)
+            for (sequence, chunk), token in zip(planned, tokens, strict=True):
+                # NOTE: checked again, since the pages may have become another's while the pass was reading them.
+                if self._is_held(sequence):
+                    self._advance(sequence, chunk, token)
+                unfinished.remove(sequence)
         except BaseException:
             # NOTE: it cannot be repeated: some layers have written over tokens that their pages would need. And these
             # pages are another's at once when they are given back, so what was launched on them has to end first.
-            try:
+            with ExitStack() as stack:
+                for sequence in unfinished:
+                    if sequence in self._running:
+                        stack.callback(self._requeue, sequence)
                 self._model.wait()
-            finally:
-                for plan in planned:
-                    self._requeue(plan.sequence)
             raise
-        # NOTE: the tokens are here, so a GPU has computed the whole pass, and so have those of the other ranks, without
-        # whose part of the last layer there would be no tokens: pages that are committed now are complete.
-        prefilled = sum(len(plan.chunk.tokens) for plan in planned if not plan.chunk.is_decode)
-        self._rate.add(prefilled, time.perf_counter() - started_s)
-        for (sequence, chunk), token in zip(planned, tokens, strict=True):
-            # NOTE: checked again, since the pages may have become another's while the pass was reading them.
-            if self._is_held(sequence):
-                self._advance(sequence, chunk, token)
 
     def _advance(self, sequence: Sequence, chunk: Chunk, next_token: int) -> None:
         sequence.advance(chunk)
-        reason = sequence.append_token(next_token) if chunk.end == len(sequence.tokens) else None
+        # Before the token is taken: when this is interrupted, the sequence begins anew, and ends where it would have.
         self._attempt(sequence, sequence.commit_full_pages)
-        if reason and sequence.reply is None:
-            self._finish(sequence, reason)
+        if sequence.reply is None and chunk.end == len(sequence.tokens):
+            reason = sequence.append_token(next_token)
+            if reason:
+                self._finish(sequence, reason)
 
     def _admit(self) -> None:
         """Starts waiting requests in their order, until one has to go on waiting.
@@ -183,10 +194,7 @@ class Worker:
 
     def _take_answer(self, admitted: Admitted) -> None:
         sequence, answer = admitted
-        if sequence.reply:  # it was cancelled meanwhile
-            if isinstance(answer, Lease):
-                release(answer)
-        elif isinstance(answer, Lease):
+        if isinstance(answer, Lease):
             self._waiting.remove(sequence)
             sequence.start(answer, self._open_pages.take_slot())
             bisect.insort(self._running, sequence, key=_by_arrival)
@@ -229,23 +237,24 @@ class Worker:
         return False
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._stop(sequence)
+        lease = self._stop(sequence)
         sequence.restart()
         bisect.insort(self._waiting, sequence, key=_by_arrival)
+        release(lease)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: KvtierError | None = None) -> None:
+        sequence.finish(reason, error)
         if sequence in self._running:
-            self._stop(sequence)
             self._retry_at_s = 0.0  # its pages may be what the next one waits for
+            release(self._stop(sequence))
         else:
             self._waiting.remove(sequence)
-        sequence.finish(reason, error)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """Takes back what a running sequence holds."""
+    def _stop(self, sequence: Sequence) -> Lease:
+        """Ends its running; whoever calls this releases the lease behind all else, since that may be interrupted."""
         self._running.remove(sequence)
-        release(sequence.lease)
         self._open_pages.give_back(sequence.open_slot)
+        return sequence.lease
 
     def _on_pool(self) -> _OnPool | None:
         """What runs steps over the session's pool, if that is not lost just now.
@@ -268,8 +277,8 @@ class Worker:
         self._known_pool = None
         gc.collect()  # torch's tensor parallelism leaves cycles behind that refer to the last step
 
-    def _check(self, request: Request) -> None:
-        num_tokens = len(request.prompt) + request.max_new_tokens
+    def _check(self, sequence: Sequence) -> None:
+        num_tokens = len(sequence.tokens) + sequence.request.max_new_tokens
         if num_tokens > self._model.max_tokens:
             raise InvalidRequestError(
                 f"prompt and reply have up to {num_tokens} tokens; {self._model.name} takes {self._model.max_tokens}"
@@ -280,7 +289,7 @@ class Worker:
                 f"prompt and reply need up to {num_pages} pages and the device pool has {pool_pages}; "
                 "give the daemon a larger pool or ask for fewer tokens"
             )
-        for token in (min(request.prompt), max(request.prompt)):
+        for token in (min(sequence.tokens), max(sequence.tokens)):
             if not 0 <= token < self._model.vocab_size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {self._model.vocab_size} tokens")
 

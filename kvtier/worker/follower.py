@@ -6,6 +6,7 @@ import contextlib
 import gc
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from kvtier.client import PoolMapping, Session
@@ -25,16 +26,52 @@ _LET_GO_S = 1.0  # without a step; by then rank 0 knows as well that the session
 def follow(connection: Connection, settings: GroupSettings, rank: int) -> None:
     """Runs until rank 0 closes its end of `connection`. The main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and decides
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(_Rank0Gone):
+        rank_0 = _Rank0(connection)
         model = settings.load()
-        connection.send_bytes(LOADED)
-        message = connection.recv_bytes()
+        rank_0.tell(LOADED)
+        message = rank_0.hear()
         assert message == JOIN, message
         with joined(settings, rank):
             model = shard_model(model, settings.devices[rank])
             with attach(settings, model) as session:
-                connection.send_bytes(READY)
-                _Follower(session, model, settings).run(connection)
+                rank_0.tell(READY)
+                _Follower(session, model, settings).run(rank_0)
+
+
+class _Rank0Gone(Exception):
+    """Rank 0 has closed its end, so there is nothing more to do."""
+
+
+class _Rank0:
+    """The way to rank 0; raises `_Rank0Gone`.
+
+    An error of its own, since what a rank does besides may raise `EOFError` too, as for a file that is cut short.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def tell(self, message: bytes) -> None:
+        with _on_connection():
+            self._connection.send_bytes(message)
+
+    def hear(self) -> bytes:
+        with _on_connection():
+            return self._connection.recv_bytes()
+
+    def says_something(self, timeout_s: float) -> bool:
+        with _on_connection():
+            return self._connection.poll(timeout_s)
+
+
+@contextlib.contextmanager
+def _on_connection() -> Iterator[None]:
+    """For one call of the connection."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise _Rank0Gone from error
 
 
 class _Follower:
@@ -44,16 +81,16 @@ class _Follower:
         self._runners = StepRunners(model, session.identity.layout, settings.options, settings.recipe)
         self._on_pool: tuple[PoolMapping, StepRunner] | None = None
 
-    def run(self, connection: Connection) -> None:
-        """Computes steps; raises `EOFError` when rank 0 has gone."""
+    def run(self, rank_0: _Rank0) -> None:
+        """Computes steps; raises `_Rank0Gone` in the end."""
         decoder = StepDecoder()
         while True:
-            if connection.poll(_LET_GO_S):
-                step = decoder.decode(connection.recv_bytes())
+            if rank_0.says_something(_LET_GO_S):
+                step = decoder.decode(rank_0.hear())
                 if step.chunks:
                     self._compute(step)
                 else:
-                    connection.send_bytes(READY if self._runner(step.pool_id, _ATTACH_S) else AWAY)
+                    rank_0.tell(READY if self._runner(step.pool_id, _ATTACH_S) else AWAY)
             elif self._on_pool and self._on_pool[0].is_lost:
                 # Views of a lost pool would keep its memory, which the next daemon may need.
                 self._on_pool = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Sequence as Items
 from multiprocessing.connection import Connection
@@ -69,25 +70,47 @@ class RankProcess(NamedTuple):
 
 
 class Ranks:
-    """Ranks 1 and following, which compute all that rank 0 computes. Without any, nothing here does anything."""
+    """Ranks 1 and following, which compute all that rank 0 computes. Without any, nothing here does anything.
 
-    def __init__(self, others: Sequence[RankProcess] = ()) -> None:
+    Args:
+        others: their processes.
+        attach_timeout_s: how long one of them may be away from a pool.
+    """
+
+    def __init__(self, others: Sequence[RankProcess] = (), attach_timeout_s: float = 0.0) -> None:
         self._others = others
+        self._attach_timeout_s = attach_timeout_s
         self._encoder = StepEncoder()
         self._pool_id: str | None = None  # of the pool that all of them have
+        self._away: tuple[str, float] | None = None  # from which pool one of them is, and since when
 
     def have(self, pool_id: str) -> bool:
-        """Whether the other ranks have the pool too: after a loss each session attaches anew in its own time."""
+        """Whether the other ranks have the pool too: after a loss each session attaches anew in its own time.
+
+        Raises `RankLostError` when one of them takes too long for that.
+        """
         if self._others and pool_id != self._pool_id:
             question = self._encoder.encode(Step(pool_id, 0.0, []))
             with self.together():
                 for other in self._others:
                     other.send(question)
                 answers = [other.hear(_ANSWER_S) for other in self._others]
-            if AWAY in answers:
-                return False
-            self._pool_id = pool_id
+                if AWAY in answers:
+                    self._note_away(self._others[answers.index(AWAY)], pool_id)
+                    return False
+            self._pool_id, self._away = pool_id, None
         return True
+
+    def _note_away(self, other: RankProcess, pool_id: str) -> None:
+        now_s = time.monotonic()
+        if self._away is None or self._away[0] != pool_id:
+            self._away = pool_id, now_s
+        away_s = now_s - self._away[1]
+        if away_s > self._attach_timeout_s:
+            raise RankLostError(
+                f"rank {other.rank} has not attached to the pool of rank 0 for {away_s:.1f} s; its last output may say "
+                "why. Connect the worker anew"
+            )
 
     @contextlib.contextmanager
     def computing(self, pool_id: str, valid_until_s: float, chunks: Items[Chunk]) -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
 from kvtier.client import Lease, TokensByTier
-from kvtier.errors import KvtierError
+from kvtier.errors import InvalidRequestError, KvtierError
 from kvtier.worker.chunk import Chunk
 from kvtier.worker.request import FinishReason, Reply, Request, RequestStatistics
 from kvtier.worker.sampling import Sampler
@@ -18,12 +20,14 @@ class Sequence:
 
     NOTE: positions below `num_computed` have their K and V in pages or in the open page. Pages up to `num_committed`
     tokens are shared with others: they were matched or are committed, and are never written again.
+
+    Raises `InvalidRequestError` when the prompt holds what is no integer.
     """
 
     def __init__(self, request: Request, number: int, page_size: int) -> None:
         self.request = request
         self.number = number
-        self.tokens = list(request.prompt)
+        self.tokens = _plain(request.prompt)
         self.num_computed = 0
         self.num_committed = 0
         self.pages: list[int] = []
@@ -124,7 +128,7 @@ class Sequence:
         self._restarts += 1
 
     def finish(self, reason: FinishReason, error: KvtierError | None = None) -> None:
-        """Ends the request; it has no lease any more."""
+        """Ends the request, which needs no lease any more."""
         times_s = self._token_times_s or [self._submitted_s]
         statistics = RequestStatistics(
             prompt_tokens=len(self.request.prompt),
@@ -136,3 +140,11 @@ class Sequence:
             restarts=self._restarts,
         )
         self.reply = Reply(self.generated, reason, statistics, error)
+
+
+def _plain(tokens: Iterable[int]) -> list[int]:
+    """Integers of Python's own, such as messages to other ranks take; numpy's are integers too."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise InvalidRequestError(f"the prompt holds what is no token id: {error}") from error

@@ -22,7 +22,7 @@ from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import PLAIN
 from kvtier.worker import WorkerOptions
 from kvtier.worker.chunk import Chunk
-from kvtier.worker.follower import _Follower
+from kvtier.worker.follower import _Follower, _Rank0, _Rank0Gone
 from kvtier.worker.group import GroupSettings, attach
 from kvtier.worker.ranks import AWAY, READY
 from kvtier.worker.step_messages import Step, StepEncoder
@@ -89,8 +89,8 @@ def test_it_says_whether_it_has_a_pool_and_computes_no_step_that_comes_too_late(
 
     def run(follower: _Follower) -> None:
         try:
-            follower.run(theirs)
-        except (EOFError, LeaseLostError) as error:
+            follower.run(_Rank0(theirs))
+        except (_Rank0Gone, LeaseLostError) as error:
             raised.append(error)
 
     with attach(settings, MODEL) as session:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvtier.worker.chunk import Chunk
+from kvtier.worker.request import Request
+from kvtier.worker.sequence import Sequence
 from kvtier.worker.step_messages import Step, StepDecoder, StepEncoder
 
 NUM_SLOTS = 5
@@ -32,6 +34,13 @@ def test_decoded_steps_are_the_steps() -> None:
             known = same_list.get(chunk.open_slot)
             assert (chunk.pages is known) == (known is not None and len(known) > 0 and sent.pages[0] == known[0])
             same_list[chunk.open_slot] = chunk.pages  # type: ignore[assignment]
+
+
+def test_prompts_may_be_of_numpy_integers() -> None:
+    sequence = Sequence(Request("tenant", list(np.arange(3, 9, dtype=np.uint32)), 2), 0, page_size=16)
+    step = Step("pool", 0.0, [sequence.chunk(4)])
+    decoded = StepDecoder().decode(StepEncoder().encode(step))
+    assert decoded.chunks[0].tokens == [3, 4, 5, 6]
 
 
 def test_a_step_that_adds_no_page_is_small() -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch.distributed
 from random_recipes import random_recipe
 from scratch_pool import assert_same_reply
 from tiny_models import PAGE_SIZE, random_tokens, tiny_model
-from worker_fixtures import StartWorker
+from worker_fixtures import StartWorker, wait_until
 
 from kvtier.client import Client
 from kvtier.errors import InvalidRequestError, RankLostError
@@ -37,9 +37,9 @@ def load_tiny(architecture: str) -> WorkerModel:
     return tiny_model.__wrapped__(architecture)
 
 
-def load_in_rank_0() -> WorkerModel:
+def load_in_rank_0(error: Exception) -> WorkerModel:
     if multiprocessing.parent_process() is not None:
-        raise InvalidRequestError("this rank has no model")
+        raise error
     return load_tiny("llama")
 
 
@@ -174,13 +174,6 @@ def test_idle_ranks_let_go_of_the_pools_of_a_dead_daemon(small_daemon: DaemonPro
             wait_until(lambda: lost_pools(os.getpid()) == lost_pools(other.pid or 0) == 0)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def load_and_tell(directory: Path) -> WorkerModel:
     """In rank 0 it takes a second longer than in the others."""
     loaded, early = directory / "loaded", directory / "early"
@@ -219,15 +212,18 @@ def test_a_rank_that_ends_is_an_error_and_not_a_hang(daemon: DaemonProcess) -> N
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError("this rank has no model"), EOFError("the file of its weights is cut short")]
+)
 def test_what_fails_in_another_rank_ends_the_connecting(
-    daemon: DaemonProcess, capfd: pytest.CaptureFixture[str]
+    error: Exception, daemon: DaemonProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (
         pytest.raises(RankLostError, match="rank 1 has ended with exit code 1; its last output says why"),
-        connect_tensor_parallel(daemon.address, load_in_rank_0, ["cpu", "cpu"]),
+        connect_tensor_parallel(daemon.address, functools.partial(load_in_rank_0, error), ["cpu", "cpu"]),
     ):
         pass
-    assert "this rank has no model" in capfd.readouterr().err
+    assert str(error) in capfd.readouterr().err
     assert not multiprocessing.active_children()
 
 

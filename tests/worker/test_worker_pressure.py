@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from random_recipes import random_recipe
 from scratch_pool import assert_same_reply
 from serving import Valkey
 from tiny_models import PAGE_SIZE, VOCAB_SIZE, random_tokens, tiny_model
-from worker_fixtures import StartWorker
+from worker_fixtures import StartWorker, wait_until
 
-from kvtier.client import Client, Lease, TokensByTier, connect
+from kvtier.client import Client, Lease, Session, TokensByTier, connect
 from kvtier.errors import CacheFullError, DaemonUnavailableError, InvalidRequestError
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
@@ -103,6 +105,9 @@ def test_a_request_that_can_never_fit_is_refused_at_once(worker: Worker) -> None
         worker.submit(Request("large", [1, VOCAB_SIZE], 1))
     with pytest.raises(InvalidRequestError, match="token -3 is not in the vocabulary"):
         worker.submit(Request("large", [1, -3], 1))
+    for no_token in (1.0, "1", None):
+        with pytest.raises(InvalidRequestError, match="the prompt holds what is no token id: '(float|str|NoneType)'"):
+            worker.submit(Request("large", [1, no_token], 1))
     with pytest.raises(InvalidRequestError, match="the prompt is empty"):
         Request("large", [], 1)
 
@@ -134,6 +139,81 @@ def test_cancelled_requests_give_their_pages_back(worker: Worker, small_daemon: 
         assert sequence.reply is not None
         assert sequence.reply.finish_reason is FinishReason.CANCELLED
     assert len(running.generated) == 1
+
+
+def test_a_request_cancelled_before_its_lease_comes_gives_its_pages_back(
+    worker: Worker, small_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although nobody steps any more."""
+    cancelled, acquire = threading.Event(), Session.acquire
+
+    def acquire_late(*args: Any, **settings: Any) -> Lease:
+        lease = acquire(*args, **settings)
+        assert cancelled.wait(20)
+        return lease
+
+    running = worker.submit(Request("cancel", random_tokens(40), 50))
+    worker.step()
+    monkeypatch.setattr(Session, "acquire", acquire_late)
+    waiting = worker.submit(Request("cancel", random_tokens(30), 50))
+    worker.step()
+    worker.cancel(running)
+    worker.cancel(waiting)
+    cancelled.set()
+    worker._admission._thread.shutdown()  # waits for it
+    wait_until(lambda: held_pages(small_daemon.address) == 0)
+    assert waiting.reply is not None
+    assert waiting.reply.finish_reason is FinishReason.CANCELLED
+
+
+def test_nothing_is_left_of_requests_that_were_not_run_to_their_end(
+    worker: Worker, small_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because another is refused, or because they are interrupted; what was submitted beside them goes on."""
+    beside = worker.submit(Request("beside", random_tokens(30), 9))
+    worker.step()
+    request = Request("run", random_tokens(40), 50)
+    with pytest.raises(InvalidRequestError, match="is not in the vocabulary"):
+        worker.run([request, Request("run", [VOCAB_SIZE], 1)])
+
+    def interrupt() -> None:
+        Worker.step(worker)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.run([request] * 2)
+    with pytest.raises(KeyboardInterrupt):
+        worker.generate(request)
+    monkeypatch.undo()
+    assert (worker._running, worker._waiting) == ([beside], [])
+    while beside.reply is None:
+        worker.step()
+    assert beside.reply.finish_reason is FinishReason.LENGTH
+    wait_until(lambda: held_pages(small_daemon.address) == 0)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_interrupted_release_loses_no_sequence(
+    ends: bool, worker: Worker, small_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is finished, or waits to begin anew; its slot is free and its pages are given back."""
+    sequence = worker.submit(Request("interrupted", random_tokens(40), 9))
+    worker.step()
+
+    def interrupt(_: Lease) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lease, "release", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.cancel(sequence) if ends else worker._requeue(sequence)
+    wait_until(lambda: held_pages(small_daemon.address) == 0)
+    replies = worker.run([Request("others", random_tokens(20, seed), 3) for seed in range(8)])  # a slot for each
+    assert [reply.finish_reason for reply in replies] == [FinishReason.LENGTH] * 8
+    while sequence.reply is None:
+        worker.step()
+    assert sequence.reply.finish_reason is (FinishReason.CANCELLED if ends else FinishReason.LENGTH)
 
 
 @dataclass(frozen=True)
@@ -354,7 +434,4 @@ def test_a_daemon_that_hangs_keeps_no_worker_waiting_for_releases(
         for sequence in sequences:
             assert sequence.reply is not None and sequence.reply.error is None
             assert sequence.reply.statistics.restarts > 0
-        deadline = time.monotonic() + 10
-        while held_pages(process.address):
-            assert time.monotonic() < deadline, "leases were not given back"
-            time.sleep(0.05)
+        wait_until(lambda: held_pages(process.address) == 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +14,10 @@ from tiny_models import ARCHITECTURES, PAGE_SIZE, random_tokens, tiny_model
 from transformers import PreTrainedModel
 from worker_fixtures import StartWorker
 
+from kvtier.client import CommitResult, Lease
 from kvtier.pages.layout import PageFormat
 from kvtier.pages.recipe import Recipe, RecipeName
-from kvtier.worker import FinishReason, OpenPage, PrefillAttends, Request, Sampling
+from kvtier.worker import FinishReason, OpenPage, PrefillAttends, Request, Sampling, Worker
 from kvtier.worker.attention import ATTENTION_NAME
 
 QUANTIZED = PrefillAttends.QUANTIZED
@@ -218,6 +222,49 @@ def test_an_interrupted_pass_is_not_continued(start_worker: StartWorker) -> None
     cached = worker.generate(sequence.request)
     assert cached.statistics.found.device == 6 * PAGE_SIZE
     assert_same_reply(model, PageFormat.NVFP4, sequence.request.prompt, cached.tokens, expected)
+
+
+def test_an_interrupted_commit_leaves_no_pass_to_repeat(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the sequence that commits nor of one behind it, whose pass has written over its open page."""
+    model = tiny_model("llama")
+    worker = start_worker("llama", step_tokens=40)
+    short, long = Request("commits", random_tokens(30, 1), 3), Request("commits", random_tokens(100, 2), 20)
+    expected = worker.run([short, long])
+    first = worker.submit(dataclasses.replace(short, namespace="interrupted"))
+    worker.step()
+    second = worker.submit(dataclasses.replace(long, namespace="interrupted"))
+    commit = Lease.commit
+
+    def interrupt_once(lease: Lease, *args: Any) -> CommitResult:
+        result = commit(lease, *args)
+        if lease is first.lease and second.num_computed % PAGE_SIZE:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(Lease, "commit", interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        while first.reply is None or second.reply is None:
+            worker.step()
+    while first.reply is None or second.reply is None:
+        worker.step()
+    for request, reply, same in zip((short, long), (first.reply, second.reply), expected, strict=True):
+        assert reply.finish_reason is FinishReason.LENGTH
+        assert reply.statistics.restarts == 1
+        assert_same_reply(model, PageFormat.BF16, request.prompt, reply.tokens, same.tokens)
+    whole, interrupted = (_cached_values(worker, request) for request in (long, second.request))
+    assert interrupted.shape == (6, *whole.shape[1:])
+    torch.testing.assert_close(interrupted, whole, rtol=0, atol=0.05)
+
+
+def _cached_values(worker: Worker, request: Request) -> torch.Tensor:
+    """What the pages of a prompt hold in the cache, `(pages, values)`, of pages in BF16."""
+    lease = worker._session.acquire(request.namespace, np.array(request.prompt, dtype="<u4"))
+    pages = torch.from_numpy(worker._session.pool.memory[lease.matched_pages])
+    lease.release()
+    return pages.flatten(1).view(torch.bfloat16).float()
 
 
 def test_sampling_follows_its_seed(start_worker: StartWorker) -> None:

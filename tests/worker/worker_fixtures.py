@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,13 @@ from kvtier.pages.recipe import PLAIN, Recipe
 from kvtier.worker import PrefillAttends, Worker, WorkerOptions, connect_worker
 
 StartWorker = Callable[..., Worker]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")
