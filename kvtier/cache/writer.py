@@ -133,11 +133,13 @@ class Writer:
         num_written, page = 0, node.first_page
         while page < node.end_page and time.monotonic() < deadline:
             async with self.turn:
+                if self._is_closed or time.monotonic() >= deadline:
+                    break
                 # NOTE: Looked up in its turn: a flush may have had the one before, and left nothing to write.
                 page = max(page, node.first_page)
                 end = max(page, min(page + _BATCH_PAGES, node.end_page))
                 batch = self._index.run(Cursor(node, end), page)
-                if not self._is_closed and (recheck or not batch.stored.all()):
+                if recheck or not batch.stored.all():
                     num_written += await self._write_wherever(batch, recheck)
             page += _BATCH_PAGES
         return num_written

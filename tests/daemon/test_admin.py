@@ -329,6 +329,28 @@ async def test_a_prefetch_into_a_cache_that_is_closed_meanwhile_is_refused(direc
                 await prefetching
 
 
+async def test_a_drain_of_a_cache_that_is_closed_meanwhile_says_what_is_missing(
+    directory: Path, valkey: Valkey
+) -> None:
+    config = small_config(directory, device_pages=256, redis=valkey.url, redis_timeout_s=30.0, drain_s=0.1)
+    async with running(config) as operator:
+        async with await attach(directory) as session:
+            for seed in range(24):
+                await store(session, "tenant", some_tokens(8, seed))
+        await eventually(lambda: state_of(operator).sessions == 0)
+        (cache,) = operator.registry
+        valkey.pause()
+        draining = asyncio.create_task(cache.drain(30))
+        await eventually(lambda: cache.num_held(Tier.HOST) > 0)
+        attaching = asyncio.create_task(attach(directory, other_identity(model="other-model")))
+        await asyncio.sleep(0.2)  # the cache is to be closed by now, and waits for the batch under way
+        valkey.resume()
+        async with await attaching:
+            drained = await draining
+            assert drained.stored_pages + drained.unstored_pages == 24 * 8
+            assert drained.stored_pages == valkey.client.dbsize() > 0
+
+
 async def test_a_pinned_cache_is_not_idle(directory: Path) -> None:
     other = other_identity(model="other-model")
     async with running(small_config(directory)) as operator:
