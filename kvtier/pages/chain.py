@@ -27,9 +27,9 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 def check_namespace(namespace: str) -> str:
     """Returns `namespace`; raises `InvalidRequestError` when it is empty or has characters that keys cannot carry."""
-    if not _NAMESPACE.fullmatch(namespace):
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
         raise InvalidRequestError(
-            f"namespace {namespace[:80]!r} is not valid; name the tenant with 1 to 64 letters, digits, '.', '_' or '-'"
+            f"namespace {namespace!r:.80} is not valid; name the tenant with 1 to 64 letters, digits, '.', '_' or '-'"
         )
     return namespace
 

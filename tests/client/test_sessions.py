@@ -60,6 +60,7 @@ def test_tcp_without_certificates_is_refused_before_anything_is_sent(address: st
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "no time": ({"wait_s": float("nan")}, "give the seconds to wait"),
     "for ever": ({"wait_s": float("inf")}, "give the seconds to wait"),
+    "a tenant by number": ({"namespace": 7}, "name the tenant with 1 to 64"),
     "no tenant": ({"namespace": "n" * (17 << 20)}, "name the tenant with 1 to 64"),
     "too many extra keys": ({"extra_keys": [(0, b"x")] * 16_385}, "send 16,384"),
     "a fraction": ({"tokens": np.array([1.5])}, "give integer ids from 0 to"),
