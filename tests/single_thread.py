@@ -1,4 +1,4 @@
-"""A fixture of the tests that run tiny models."""
+"""A fixture of the tests that run tiny models, or operations on tiny tensors."""
 
 from __future__ import annotations
 

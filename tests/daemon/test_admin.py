@@ -28,9 +28,10 @@ from serving import (
 )
 
 import kvtier
-from kvtier.cache import Prompt
+from kvtier.cache import PrefixCache, Prompt
 from kvtier.client import AsyncSession, Client, TokensByTier
 from kvtier.daemon.devices import SharedMemoryDevice
+from kvtier.daemon.operator import Operator
 from kvtier.daemon.server import running
 from kvtier.errors import CacheFullError, CacheUnknownError, DaemonError, DrainingError, PinUnknownError
 from kvtier.index.pool import SlotArray
@@ -62,6 +63,16 @@ async def where(directory: Path, namespace: str, seed: int = 1) -> TokensByTier:
 async def press(session: AsyncSession, num_prompts: int, namespace: str = "pressure") -> None:
     for seed in range(100, 100 + num_prompts):
         await store(session, namespace, some_tokens(8, seed))
+
+
+async def idle_cache(directory: Path, operator: Operator) -> PrefixCache:
+    """The only cache of a daemon, with more pages than one write to Redis takes; its worker has gone."""
+    async with await attach(directory) as session:
+        for seed in range(24):
+            await store(session, "tenant", some_tokens(8, seed))
+    await eventually(lambda: state_of(operator).sessions == 0)
+    (cache,) = operator.registry
+    return cache
 
 
 async def test_flush_removes_a_namespace_everywhere_and_nothing_else(directory: Path, valkey: Valkey) -> None:
@@ -110,11 +121,7 @@ async def test_flush_keeps_and_counts_what_a_lease_holds(directory: Path, valkey
 async def test_flush_finds_a_cache_that_is_being_closed(directory: Path, valkey: Valkey) -> None:
     config = small_config(directory, device_pages=256, redis=valkey.url, redis_timeout_s=30.0, drain_s=30.0)
     async with running(config) as operator:
-        async with await attach(directory) as session:
-            for seed in range(24):
-                await store(session, "tenant", some_tokens(8, seed))
-        await eventually(lambda: state_of(operator).sessions == 0)
-        (cache,) = operator.registry
+        cache = await idle_cache(directory, operator)
         valkey.pause()
         attaching = asyncio.create_task(attach(directory, other_identity(model="other-model")))
         await eventually(lambda: cache.num_held(Tier.DEVICE) > 0)  # the first pages are on their way to Redis
@@ -334,11 +341,7 @@ async def test_a_drain_of_a_cache_that_is_closed_meanwhile_says_what_is_missing(
 ) -> None:
     config = small_config(directory, device_pages=256, redis=valkey.url, redis_timeout_s=30.0, drain_s=0.1)
     async with running(config) as operator:
-        async with await attach(directory) as session:
-            for seed in range(24):
-                await store(session, "tenant", some_tokens(8, seed))
-        await eventually(lambda: state_of(operator).sessions == 0)
-        (cache,) = operator.registry
+        cache = await idle_cache(directory, operator)
         valkey.pause()
         draining = asyncio.create_task(cache.drain(30))
         await eventually(lambda: cache.num_held(Tier.HOST) > 0)

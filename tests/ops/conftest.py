@@ -1,16 +1,7 @@
-"""One torch thread: the tensors of these tests are so small that threads only wait for each other."""
+"""The tensors of these tests are so small that threads only wait for each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from single_thread import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]
