@@ -5,22 +5,49 @@
 //   OUTPUT       0 bf16, 1 fp16, 2 e4m3 (saturating)
 //   HEAD_DIM, PAGE_SIZE
 //   UNIT_SCALES  1: nvfp4 whose global scales are both 1
+//   VALUES       that a thread makes: 32 or 64
 //
-// A thread makes 32 values, in items of 16 bytes of output, so that every store of a warp writes whole lines, and has the
+// A thread makes its values in items of 16 bytes of output, so that every store of a warp writes whole lines, and has the
 // loads of all of them under way. A thread block holds adjacent rows of one side of one page.
 //
 // While the stream's previous kernel runs, a thread block finds its page, has it brought into L2 and computes its
 // addresses. It loads from that page as soon as it may, and again if the previous kernel named another one.
 #include "numeric.cuh"
+#include "ptx.cuh"
 
 constexpr int kOutputBytes = OUTPUT == 2 ? 1 : 2;
 constexpr int kValues = 16 / kOutputBytes;  // of one item
 constexpr u32 kItemsPerRow = HEAD_DIM / kValues;
 
 constexpr int kThreads = 512;  // blockDim.x
-constexpr int kItemsPerThread = 32 / kValues;
+constexpr int kItemsPerThread = VALUES / kValues;
 constexpr int kItemsPerBlock = kThreads * kItemsPerThread;
 constexpr int kBlocksPerSm = PAGE_FORMAT == 0 ? kMaxThreadsPerSm / kThreads : 2;  // that registers leave room for
+
+// A thread's items are kThreads apart. Where that is a number of whole rows, it is a step to other tokens of a head or to
+// other heads, the same for all threads. The compiler cannot know that it carries nowhere else.
+constexpr int kStepRows = kThreads / kItemsPerRow;
+constexpr int kStepsPerHead = kStepRows < PAGE_SIZE ? PAGE_SIZE / kStepRows : 1;
+constexpr int kStepHeads = kStepRows < PAGE_SIZE ? 1 : kStepRows / PAGE_SIZE;
+constexpr bool kStepsAreEqual =
+    kThreads % kItemsPerRow == 0 && (kStepRows % PAGE_SIZE == 0 || PAGE_SIZE % kStepRows == 0);
+
+struct Place {
+  int token;  // in its page
+  int head;
+  u32 column;  // in items
+};
+
+// Of item `i` of the thread whose first one is `item`.
+__device__ __forceinline__ Place place_of(u32 item, int i) {
+  const u32 found = kStepsAreEqual ? item : item + i * kThreads, row = found / kItemsPerRow;
+  Place place{static_cast<int>(row % PAGE_SIZE), static_cast<int>(row / PAGE_SIZE), found % kItemsPerRow};
+  if constexpr (kStepsAreEqual) {
+    place.token += i % kStepsPerHead * kStepRows;
+    place.head += i / kStepsPerHead * kStepHeads;
+  }
+  return place;
+}
 
 constexpr int kStoredBits = PAGE_FORMAT == 0 ? 4 : PAGE_FORMAT == 1 ? 8 : 16;
 constexpr int kStoredBytes = kValues * kStoredBits / 8;  // of one item: 4, 8, 16 or 32
@@ -52,12 +79,13 @@ __device__ __forceinline__ Stored load_item(const u8* address, const u8* scale) 
   return stored;
 }
 
-// Brings what this thread block will read of a page into L2.
+// Brings what this thread block will read of a page into L2; of a block with 64 values a thread the scales alone. All blocks
+// of such a launch come at once, and with as much under way they load their data sooner by themselves.
 __device__ __forceinline__ void prefetch_items(const u8* data, const u8* scales, u32 num_items) {
 #if __CUDA_ARCH__ >= 900
   const u32 first = blockIdx.x * kItemsPerBlock;
   const u32 count = min(num_items - first, static_cast<u32>(kItemsPerBlock));
-  prefetch_to_l2(data + first * kStoredBytes, count * kStoredBytes);
+  if constexpr (VALUES < 64) prefetch_to_l2(data + first * kStoredBytes, count * kStoredBytes);
   // NOTE: a block's items are a multiple of 1,024 or end a page: their scales are multiples of 16 bytes.
   if constexpr (PAGE_FORMAT == 0) prefetch_to_l2(scales + first * kValues / 16, count * kValues / 16);
 #endif
@@ -226,51 +254,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __syncthreads();
   const int seen_page = shared_page;
 
-  const u32 first_item = blockIdx.x * kItemsPerBlock + threadIdx.x;
-  const u8* const first_data = side_data + static_cast<u64>(first_item) * kStoredBytes;
-  const u8* const first_scale = side_scales + first_item * kValues / 16;
-  const u8* address = first_data + seen_page * page_stride;
-  const u8* scale = first_scale + seen_page * page_stride;
-  // NOTE: in units of 16 bytes offsets have 32 bits, and an address costs a third of the instructions.
+  const u32 item = blockIdx.x * kItemsPerBlock + threadIdx.x;  // the thread's first
+  const u8* data = side_data + seen_page * page_stride + static_cast<u64>(item) * kStoredBytes;
+  const u8* scales = side_scales + seen_page * page_stride + item * kValues / 16;
   const i64 token_stride = is_key ? key_token_stride : value_token_stride;
-  const u32 token_step = static_cast<u32>(token_stride / 16);
-  const u32 head_step = static_cast<u32>((is_key ? key_head_stride : value_head_stride) / 16);
-  u32 token[kItemsPerThread], place[kItemsPerThread];  // of an item: in its page, and in the output
-  bool is_nowhere = false;
-#pragma unroll
-  for (int i = 0; i < kItemsPerThread; ++i) {
-    const u32 item = first_item + i * kThreads, row = item / kItemsPerRow;
-    token[i] = item < num_items ? row % PAGE_SIZE : PAGE_SIZE;
-    place[i] = row % PAGE_SIZE * token_step + row / PAGE_SIZE * head_step + item % kItemsPerRow;
-    is_nowhere |= place[i] == ~0u;
+  // NOTE: in units of 16 bytes offsets have 32 bits, and an address costs a third of the instructions.
+  const u32 token_step = static_cast<u32>(token_stride >> 4);
+  const u32 head_step = static_cast<u32>((is_key ? key_head_stride : value_head_stride) >> 4);
+  const auto offset_of = [&](const Place& place) {
+    return place.token * token_step + place.head * head_step + place.column;
+  };
+  if constexpr (VALUES == 64) {
+    kvtier::keep(data), kvtier::keep(scales);
+    __builtin_assume(__isGlobal(data)), __builtin_assume(__isGlobal(scales));
   }
   // NOTE: never so; but what decides about a branch is computed before it. The assembler would move it behind the wait.
-  if (is_nowhere || address == nullptr || (PAGE_FORMAT == 0 && scale == nullptr)) return;
+  if (data == nullptr || scales == nullptr || offset_of(place_of(item, 0)) == ~0u) return;
   wait_for_previous_kernel();
 
   // NOTE: the whole page is read, also behind the end of the sequence, to keep loads free of branches.
   Stored stored[kItemsPerThread];
-  const auto load_items = [&](const u8* address, const u8* scale) {
+  const auto load_items = [&]() {
 #pragma unroll
     for (int i = 0; i < kItemsPerThread; ++i) {
-      if (token[i] == PAGE_SIZE) continue;
-      stored[i] = load_item(address + i * kThreads * kStoredBytes, scale + i * kThreads * kValues / 16);
+      if (place_of(item, i).head >= num_heads) continue;
+      stored[i] = load_item(data + i * kThreads * kStoredBytes, scales + i * kThreads * kValues / 16);
     }
   };
-  // NOTE: everything is loaded before any of it is looked at, so that the latencies overlap.
-  const int length = lengths[sequence], page = *page_address, start = starts[sequence];
-  if (seen_page >= 0) load_items(address, scale);
+  // NOTE: everything is loaded before any of it is looked at, so that the latencies overlap. The start's address depends on
+  // the thread, by a zero: the assembler would move a value that all share to a uniform register, and wait for it at once.
+  const int length = lengths[sequence], page = *page_address, start = starts[sequence + (item >> 31)];
+  if (seen_page >= 0) load_items();
   if (first_token >= length || static_cast<u32>(page) >= static_cast<u32>(num_pages)) return;
-  if (page != seen_page) load_items(first_data + page * page_stride, first_scale + page * page_stride);
+  if (page != seen_page) {
+    data += (page - seen_page) * page_stride;
+    scales += (page - seen_page) * page_stride;
+    load_items();
+  }
 
   const float global_scale = is_key ? k_global_scale : v_global_scale;
   const int first_row = start + first_token;
   uint4* const target = reinterpret_cast<uint4*>((is_key ? key : value) + first_row * token_stride);
-  // Tokens of this page that are in the sequence and have a row in the workspace.
-  const int begin = max(0, -first_row), end = min(min(length - first_token, PAGE_SIZE), num_rows - first_row);
-  const u32 num_tokens = max(end - begin, 0);
 #pragma unroll
   for (int i = 0; i < kItemsPerThread; ++i) {
-    if (token[i] - begin < num_tokens) target[place[i]] = recode_item(stored[i], global_scale);
+    const Place place = place_of(item, i);
+    const bool is_in_workspace = static_cast<u32>(first_row + place.token) < static_cast<u32>(num_rows);
+    if (place.head >= num_heads || first_token + place.token >= length || !is_in_workspace) continue;
+    target[offset_of(place)] = recode_item(stored[i], global_scale);
   }
 }

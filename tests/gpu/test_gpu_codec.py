@@ -11,6 +11,7 @@ from random_values import KINDS, random_values
 from kvtier import ops
 from kvtier.errors import InvalidRequestError
 from kvtier.ops import GlobalScales, Workspace
+from kvtier.ops.cuda.variants import GatherVariant
 from kvtier.ops.reference import append as reference_append
 from kvtier.ops.reference import gather as reference_gather
 from kvtier.pages.layout import PageFormat, PageLayout
@@ -113,12 +114,18 @@ def test_append_refuses_scales_that_it_cannot_round(device: torch.device) -> Non
         )
 
 
-@pytest.mark.parametrize("page_format", list(PageFormat))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scales", [GlobalScales(), GlobalScales(300.0, 1e-6)], ids=["unit scales", "scaled"])
-@pytest.mark.parametrize(
+GATHER_SCALES = pytest.mark.parametrize(
+    "scales", [GlobalScales(), GlobalScales(300.0, 1e-6)], ids=["unit scales", "scaled"]
+)
+GATHER_GEOMETRIES = pytest.mark.parametrize(
     ("page_size", "num_heads", "head_dim"), [(16, 3, 16), (16, 8, 128), (32, 2, 80), (128, 4, 256)]
 )
+
+
+@pytest.mark.parametrize("page_format", list(PageFormat))
+@pytest.mark.parametrize("dtype", DTYPES)
+@GATHER_SCALES
+@GATHER_GEOMETRIES
 def test_gather(
     device: torch.device,
     page_format: PageFormat,
@@ -128,9 +135,29 @@ def test_gather(
     num_heads: int,
     head_dim: int,
 ) -> None:
+    layout = PageLayout(page_format, 2, num_heads, head_dim, page_size)
+    _assert_gather_is_exact(device, layout, dtype, scales)
+
+
+@GATHER_SCALES
+@GATHER_GEOMETRIES
+def test_gather_with_large_thread_blocks(
+    device: torch.device,
+    scales: GlobalScales,
+    page_size: int,
+    num_heads: int,
+    head_dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GatherVariant, "for_launch", lambda variant, *_: variant._replace(values=64))
+    layout = PageLayout(PageFormat.NVFP4, 2, num_heads, head_dim, page_size)
+    _assert_gather_is_exact(device, layout, torch.float8_e4m3fn, scales)
+
+
+def _assert_gather_is_exact(device: torch.device, layout: PageLayout, dtype: torch.dtype, scales: GlobalScales) -> None:
     """Ragged sequences from a pool of garbage; entries of the page table past a length name no page."""
     generator = torch.Generator(device).manual_seed(3)
-    layout = PageLayout(page_format, 2, num_heads, head_dim, page_size)
+    page_size = layout.page_size
     lengths = [5 * page_size + 3, 0, page_size, 1, 9 * page_size - 1]
     starts = torch.tensor([7, 3, 990 + 15 * page_size, 6, 20 + 6 * page_size], dtype=torch.int32, device=device)
     pool = _random_pool(layout, 30, generator)
@@ -145,7 +172,7 @@ def test_gather(
     for row, length in zip(table, lengths, strict=True):
         num_pages = -(-length // page_size)
         row[:num_pages], order = order[:num_pages], order[num_pages:]
-    shape = (2, 1000 + 16 * page_size, num_heads, head_dim)
+    shape = (2, 1000 + 16 * page_size, layout.num_kv_heads, layout.head_dim)
     found = torch.full(shape, 7.0, device=device).to(dtype)
     expected = found.clone()
     arguments = (

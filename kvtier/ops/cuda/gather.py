@@ -13,16 +13,15 @@ from kvtier.ops.cuda.tensors import (
     check_scales,
     geometry_of,
     has_aligned_rows,
+    num_resident_blocks,
     region_addresses,
     row_strides,
 )
-from kvtier.ops.cuda.variants import gather_macros
+from kvtier.ops.cuda.variants import GATHER_THREADS, GatherVariant
 from kvtier.ops.reference.codec import GlobalScales
 from kvtier.ops.reference.gather import Workspace
 from kvtier.pages.views import LayerView
 
-_THREADS = 512
-_BLOCK_VALUES = 32 * _THREADS
 _MAX_PAGES = 65_535  # of a grid, in the dimensions that pages and sequences have
 
 
@@ -54,7 +53,10 @@ def gather_dequantize(
             f"the page table is {num_sequences} x {max_pages}; a call gathers up to {_MAX_PAGES // 2} sequences of "
             f"{_MAX_PAGES} pages each"
         )
-    macros = gather_macros(pool.page_format, key.dtype, pool.head_dim, pool.page_size, scales)
+    has_unit_scales = scales == GlobalScales()
+    smallest = GatherVariant(pool.page_format, key.dtype, pool.head_dim, pool.page_size, has_unit_scales, values=32)
+    resident = num_resident_blocks(key.device, GATHER_THREADS)
+    variant = smallest.for_launch(pool.num_kv_heads, 2 * num_sequences * max_pages, resident)
     arguments = (
         *region_addresses(view),
         pool.page_stride_bytes,
@@ -72,7 +74,6 @@ def gather_dequantize(
         np.int32(pool.num_pages),
         np.int32(len(key)),
     )
-    page_side_values = pool.num_kv_heads * pool.page_size * pool.head_dim
-    grid = (-(-page_side_values // _BLOCK_VALUES), max_pages, 2 * num_sequences)
-    kernel = kernels().kernel("gather_dequantize", macros, key.device)
-    kernel.launch(grid, _THREADS, arguments, overlaps=True)
+    grid = (variant.blocks_a_side(pool.num_kv_heads), max_pages, 2 * num_sequences)
+    kernel = kernels().kernel("gather_dequantize", variant.macros(), key.device)
+    kernel.launch(grid, GATHER_THREADS, arguments, overlaps=True)

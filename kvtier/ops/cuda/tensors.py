@@ -65,6 +65,13 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
+def num_resident_blocks(device: torch.device, threads: int) -> int:
+    """Thread blocks of `threads` threads that a CUDA device runs at once, if registers and shared memory allow."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count * (properties.max_threads_per_multi_processor // threads))
+
+
 def check_indices(num_sequences: int, **tensors: torch.Tensor) -> None:
     """Raises `InvalidRequestError` unless each tensor has a row a sequence, int32, the last dimension dense."""
     for name, tensor in tensors.items():
