@@ -16,7 +16,6 @@ from kvtier.demo.report import as_json, faults, totals, totals_lines, turns_tabl
 from kvtier.demo.transfers import transferred_bytes
 from kvtier.launch import daemon_process, free_metrics_address
 from kvtier.pages.layout import PageFormat
-from kvtier.pages.recipe import find_recipe
 from kvtier.worker import WorkerModel, WorkerOptions, connect_worker, load_model, load_tokenizer
 
 _PAGE_SIZE = 16  # smaller than the default, so that short conversations have pages enough to travel
@@ -53,7 +52,7 @@ def _run(
     console: Console, model: WorkerModel, model_directory: Path, page_format: PageFormat
 ) -> tuple[list[Turn], dict[str, int]]:
     tokenizer = load_tokenizer(model_directory)
-    recipe = find_recipe("shipped", model.revision)
+    recipe = model.default_recipe(page_format)
     page_bytes = model.identity(page_format, _PAGE_SIZE).layout.page_bytes
     device_pages = longest_conversation(tokenizer) // _PAGE_SIZE + 2  # so that no two conversations fit
     metrics = free_metrics_address()
@@ -74,7 +73,7 @@ def _run(
         options = WorkerOptions(promotion_wait_s=_PROMOTION_WAIT_S, recompute_when_cheaper=False)
         with (
             daemon_process(Path(folder), **daemon_settings) as daemon,
-            connect_worker(daemon.address, model, page_format, _PAGE_SIZE, options, recipe=recipe) as worker,
+            connect_worker(daemon.address, model, page_format, _PAGE_SIZE, options) as worker,
             Live(turns_table(turns, title), console=console) as live,
         ):
             for turn in hold_conversations(worker, model, tokenizer, _PAGE_SIZE):

@@ -14,7 +14,7 @@ import torch.distributed
 from kvtier.client import connect
 from kvtier.errors import InvalidRequestError
 from kvtier.pages.layout import PageFormat
-from kvtier.pages.recipe import PLAIN, Recipe
+from kvtier.pages.recipe import Recipe
 from kvtier.worker.engine import Worker
 from kvtier.worker.follower import follow
 from kvtier.worker.group import GroupSettings, LoadModel, attach, joined
@@ -32,15 +32,17 @@ def connect_worker(
     page_size: int = 64,
     options: WorkerOptions = DEFAULT_OPTIONS,
     timeout_s: float = 10.0,
-    recipe: Recipe = PLAIN,
+    recipe: Recipe | None = None,
 ) -> Iterator[Worker]:
     """A worker attached to the daemon at `address`; its leases end with the `with` block.
 
-    `timeout_s` is the deadline of every call to the daemon, beside the wait for pages of lower tiers; `recipe` says how
-    values become codes.
+    `timeout_s` is the deadline of every call to the daemon, beside the wait for pages of lower tiers. `recipe` says how
+    values become codes; None takes, for NVFP4 pages, the one that kvtier ships for these weights, else `SEARCH`.
+
     Raises `DaemonUnavailableError` when no daemon answers there, and `InvalidRequestError` when the recipe is another
     model's.
     """
+    recipe = recipe or model.default_recipe(page_format)
     identity = model.identity(page_format, page_size, options.prefill_attends, options.open_page, recipe)
     with connect(address, identity, device_uuids=device_uuids([model.device]), timeout_s=timeout_s) as session:
         worker = Worker(session, model, identity.layout, options, recipe)
@@ -57,7 +59,7 @@ def connect_tensor_parallel(
     page_size: int = 64,
     options: WorkerOptions = DEFAULT_OPTIONS,
     timeout_s: float = 10.0,
-    recipe: Recipe = PLAIN,
+    recipe: Recipe | None = None,
     load_timeout_s: float = 600.0,
     step_timeout_s: float = 120.0,
 ) -> Iterator[Worker]:
@@ -109,7 +111,7 @@ def connect_tensor_parallel(
                 other.wait(READY, load_timeout_s)
         # The others go first: they wait for steps, and rank 0 has to leave the group with them.
         stack.callback(ranks.close)
-        worker = Worker(session, model, session.identity.layout, options, recipe, ranks)
+        worker = Worker(session, model, session.identity.layout, options, settings.recipe_of(model), ranks)
         with closing(worker):
             yield worker
 

@@ -78,7 +78,7 @@ class _Follower:
     def __init__(self, session: Session, model: WorkerModel, settings: GroupSettings) -> None:
         self._session = session
         self._timeout_s = settings.timeout_s
-        self._runners = StepRunners(model, session.identity.layout, settings.options, settings.recipe)
+        self._runners = StepRunners(model, session.identity.layout, settings.options, settings.recipe_of(model))
         self._on_pool: tuple[PoolMapping, StepRunner] | None = None
 
     def run(self, rank_0: _Rank0) -> None:

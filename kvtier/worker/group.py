@@ -35,10 +35,14 @@ class GroupSettings(NamedTuple):
     page_format: PageFormat
     page_size: int
     options: WorkerOptions
-    recipe: Recipe
+    recipe: Recipe | None
     rendezvous: str
     step_timeout_s: float
     timeout_s: float
+
+    def recipe_of(self, model: WorkerModel) -> Recipe:
+        """How values of `model` become codes."""
+        return self.recipe or model.default_recipe(self.page_format)
 
 
 @contextlib.contextmanager
@@ -64,7 +68,11 @@ def attach(settings: GroupSettings, model: WorkerModel) -> Session:
     """A session for the part of the model that this rank computes."""
     options = settings.options
     identity = model.identity(
-        settings.page_format, settings.page_size, options.prefill_attends, options.open_page, settings.recipe
+        settings.page_format,
+        settings.page_size,
+        options.prefill_attends,
+        options.open_page,
+        settings.recipe_of(model),
     )
     uuids = device_uuids(settings.devices)
     return connect(settings.address, identity, device_uuids=uuids, timeout_s=settings.timeout_s)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvtier.errors import InvalidRequestError
 from kvtier.pages.fingerprint import CacheIdentity
 from kvtier.pages.layout import PageFormat, PageLayout
-from kvtier.pages.recipe import PLAIN, Recipe
+from kvtier.pages.recipe import PLAIN, Recipe, find_recipe
 from kvtier.worker.attention import ATTENTION_NAME, ModelBatch, register_attention
 from kvtier.worker.geometry import ModelGeometry, check_architecture, inspect_model
 from kvtier.worker.identity import CONFIG_NAME, rope_text, weights_digest
@@ -67,6 +67,10 @@ class WorkerModel:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def default_recipe(self, page_format: PageFormat) -> Recipe:
+        """For NVFP4 pages what kvtier ships for these weights, else `SEARCH`; other pages hold values as they are."""
+        return find_recipe("shipped", self.revision) if page_format is PageFormat.NVFP4 else PLAIN
 
     def identity(
         self,

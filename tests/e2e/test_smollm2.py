@@ -75,6 +75,7 @@ def test_replies_do_not_depend_on_the_tier(
     recipe = find_recipe(recipe_name, model.revision)
     assert recipe.name.is_calibrated == (recipe_name == "shipped")
     identity = model.identity(page_format, PAGE_SIZE, recipe=recipe)
+    asked_recipe = None if recipe_name == "shipped" else recipe  # the default ships
     page_bytes = identity.layout.page_bytes
     whole = len(prompt) // PAGE_SIZE * PAGE_SIZE
     num_pages = 32
@@ -92,7 +93,7 @@ def test_replies_do_not_depend_on_the_tier(
 
     daemon = DaemonProcess.start(directory, **settings)
     try:
-        with connect_worker(daemon.address, model, page_format, PAGE_SIZE, options, recipe=recipe) as worker:
+        with connect_worker(daemon.address, model, page_format, PAGE_SIZE, options, recipe=asked_recipe) as worker:
             assert ask(worker).statistics.found.total == 0
             from_device = ask(worker)
             for other in other_prompts:  # they push the first one out of the device pool
@@ -124,14 +125,12 @@ def load_smollm2() -> WorkerModel:
 @pytest.mark.slow
 def test_three_ranks_reply_as_one_process_does(model: WorkerModel, prompt: tuple[int, ...], directory: Path) -> None:
     """Each with three of the nine query heads and one of the three KV heads, over NVFP4 pages with the recipe."""
-    recipe = find_recipe("shipped", model.revision)
+    assert model.default_recipe(PageFormat.NVFP4).name.is_calibrated
     request = Request("museum", prompt, 40)
     with daemon_process(directory, device_bytes=64 << 20, host_bytes=64 << 20, redis="none", max_caches=2) as daemon:
-        with connect_worker(daemon.address, model, page_size=PAGE_SIZE, recipe=recipe) as worker:
+        with connect_worker(daemon.address, model, page_size=PAGE_SIZE) as worker:
             alone = worker.generate(request)
-        with connect_tensor_parallel(
-            daemon.address, load_smollm2, ["cpu"] * 3, page_size=PAGE_SIZE, recipe=recipe
-        ) as worker:
+        with connect_tensor_parallel(daemon.address, load_smollm2, ["cpu"] * 3, page_size=PAGE_SIZE) as worker:
             together, again = worker.generate(request), worker.generate(request)
     assert together.statistics.found.total == 0
     assert again.statistics.found.device == len(prompt) // PAGE_SIZE * PAGE_SIZE

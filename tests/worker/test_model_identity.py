@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from kvtier.errors import InvalidRequestError
 from kvtier.pages.layout import PageFormat
-from kvtier.pages.recipe import SEARCH, Origin, Recipe, RecipeName
+from kvtier.pages.recipe import PLAIN, SEARCH, Origin, Recipe, RecipeName
 from kvtier.worker.identity import weights_digest
 from kvtier.worker.model import load_model
 from kvtier.worker.options import OpenPage, PrefillAttends
@@ -34,6 +34,12 @@ def test_a_saved_model_loads_and_computes_the_same(directory: Path) -> None:
     assert model.revision == weights_digest(directory)
     tokens = random_tokens(8)
     assert torch.equal(plain_logits(model, tokens), plain_logits(tiny_model("llama"), tokens))
+
+
+def test_pages_of_four_bits_have_a_recipe_by_default(directory: Path) -> None:
+    model = load_model(directory)
+    recipes = {page_format: model.default_recipe(page_format) for page_format in PageFormat}
+    assert recipes == {PageFormat.NVFP4: SEARCH, PageFormat.FP8: PLAIN, PageFormat.BF16: PLAIN}
 
 
 def test_the_digest_follows_weights_and_configuration(directory: Path) -> None:

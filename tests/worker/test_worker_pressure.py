@@ -17,7 +17,7 @@ from worker_fixtures import StartWorker, wait_until
 from kvtier.client import Lease, Session, connect
 from kvtier.errors import CacheFullError, InvalidRequestError
 from kvtier.launch import DaemonProcess
-from kvtier.pages.recipe import RecipeName
+from kvtier.pages.recipe import PLAIN, RecipeName
 from kvtier.worker import (
     FinishReason,
     OpenPage,
@@ -193,7 +193,7 @@ def test_a_pass_that_fails_gives_its_pages_back_and_its_requests_begin_anew(
     model = FailingModel(**vars(tiny_model("llama")))
     options = WorkerOptions(prefill_attends=PrefillAttends.QUANTIZED)
     request = Request("failing", random_tokens(40), 20)
-    with connect_worker(small_daemon.address, model, FORMAT, PAGE_SIZE, options) as worker:
+    with connect_worker(small_daemon.address, model, FORMAT, PAGE_SIZE, options, recipe=PLAIN) as worker:
         sequence = worker.submit(request)
         for _ in range(5):
             worker.step()

@@ -16,7 +16,7 @@ from worker_fixtures import StartWorker
 from kvtier.client import TokensByTier
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
-from kvtier.pages.recipe import RecipeName
+from kvtier.pages.recipe import PLAIN, RecipeName
 from kvtier.worker import PrefillAttends, Request, Worker, WorkerOptions, connect_worker
 
 __all__ = ["settings", "small_daemon", "worker"]
@@ -105,7 +105,7 @@ def test_others_decode_while_pages_come_up_from_redis(
     options = WorkerOptions(prefill_attends=PrefillAttends.QUANTIZED)
     with (
         daemon_process(directory, **settings) as first,
-        connect_worker(first.address, tiny_model("llama"), FORMAT, PAGE_SIZE, options) as worker,
+        connect_worker(first.address, tiny_model("llama"), FORMAT, PAGE_SIZE, options, recipe=PLAIN) as worker,
     ):
         worker.generate(stored)
     with daemon_process(directory, **settings) as second:
