@@ -269,7 +269,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __builtin_assume(__isGlobal(data)), __builtin_assume(__isGlobal(scales));
   }
   // NOTE: never so; but what decides about a branch is computed before it. The assembler would move it behind the wait.
-  if (data == nullptr || scales == nullptr || offset_of(place_of(item, 0)) == ~0u) return;
+  const bool is_nowhere = data == nullptr || (PAGE_FORMAT == 0 && scales == nullptr);
+  if (is_nowhere || offset_of(place_of(item, 0)) == ~0u) return;
   wait_for_previous_kernel();
 
   // NOTE: the whole page is read, also behind the end of the sequence, to keep loads free of branches.
