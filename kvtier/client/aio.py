@@ -191,17 +191,18 @@ class AsyncSession:
         if not math.isfinite(wait_s):
             raise InvalidRequestError(f"wait_s is {wait_s}; give the seconds to wait")
         stream = parent.valid_stream() if parent else await self.stream()
-        acquired: pb.AcquireResponse = await stream.call(
-            "acquire",
-            self._timeout_s + wait_s,
-            namespace=namespace,
-            tokens=token_bytes(tokens),
-            parent_lease_id=parent.lease_id if parent else 0,
-            extra_keys=extra_keys_to_messages(extra_keys),
-            reserve_pages=reserve_pages,
-            wait_ms=int(wait_s * 1000),
-            prefill_tokens_per_second=prefill_tokens_per_second,
-        )
+        with stream.token_file.holding(token_bytes(tokens)) as token_fields:
+            acquired: pb.AcquireResponse = await stream.call(
+                "acquire",
+                self._timeout_s + wait_s,
+                namespace=namespace,
+                parent_lease_id=parent.lease_id if parent else 0,
+                extra_keys=extra_keys_to_messages(extra_keys),
+                reserve_pages=reserve_pages,
+                wait_ms=int(wait_s * 1000),
+                prefill_tokens_per_second=prefill_tokens_per_second,
+                **token_fields,
+            )
         return AsyncLease(stream, self._timeout_s, acquired)
 
     async def _disconnect(self) -> None:

@@ -13,6 +13,7 @@ import grpc
 
 from kvtier.client.channel import to_kvtier_error
 from kvtier.client.pool import PoolMapping
+from kvtier.client.token_file import TokenFile
 from kvtier.errors import (
     ConfigurationError,
     DaemonUnavailableError,
@@ -40,6 +41,7 @@ class Stream:
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost: asyncio.Future[KvtierError] = asyncio.get_running_loop().create_future()
+        self.token_file = TokenFile("", 0)
         self.lease_ttl_s = 0.0
         self.valid_until_s = 0.0  # of the monotonic clock, while the stream is not lost
 
@@ -63,6 +65,7 @@ class Stream:
             raise ConfigurationError(
                 "daemon and worker compute different fingerprints of the same model; run one kvtier release in both"
             )
+        self.token_file = TokenFile(attached.token_file, attached.token_file_bytes)
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
         self.valid_until_s = time.monotonic() + self.lease_ttl_s
         self._start(self._beat())
@@ -161,6 +164,7 @@ class Stream:
         """Ends the stream; leases that are open end with it."""
         self._lose(DaemonUnavailableError("the client closed it"))
         self._call.cancel()
+        self.token_file.close()
         for task in self._tasks:
             task.cancel()
 

@@ -53,7 +53,7 @@ class CacheRegistry:
     def __init__(
         self,
         config: Config,
-        pool_prefix: str,
+        memory_prefix: str,
         devices: Devices,
         redis: RedisTier | None,
         supervisor: Supervisor,
@@ -61,7 +61,7 @@ class CacheRegistry:
     ) -> None:
         self._devices = devices
         self._config = config
-        self._pool_prefix = pool_prefix
+        self._memory_prefix = memory_prefix
         self._redis = redis
         self._supervisor = supervisor
         self._metrics = metrics
@@ -135,7 +135,7 @@ class CacheRegistry:
         ranks = []
         with contextlib.ExitStack() as stack:  # closes what is open when the next does not fit
             for rank, memory in enumerate(devices):
-                prefix = f"{self._pool_prefix}{number}-{rank}"
+                prefix = f"{self._memory_prefix}{number}-{rank}"
                 device = memory.open_pool(f"{prefix}-device", pages.device, page_bytes)
                 stack.callback(device.close)
                 host = HostPool(f"{prefix}-host", pages.host, page_bytes, memory.local_cpus())

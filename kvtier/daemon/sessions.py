@@ -16,6 +16,7 @@ from kvtier.cache import PrefixCache, Wait
 from kvtier.config import Config
 from kvtier.daemon.registry import CacheRegistry
 from kvtier.daemon.requests import MAX_WAIT_S, measured, prompt_from, tokens_message, wait_seconds
+from kvtier.daemon.token_file import TokenFile
 from kvtier.errors import DrainingError, InvalidRequestError, KvtierError, NotAttachedError
 from kvtier.index import Lease
 from kvtier.metrics import Metrics
@@ -31,8 +32,11 @@ _MAX_IN_FLIGHT = 256  # requests of one session; a worker that sends more waits 
 class Sessions:
     """All open sessions of a daemon."""
 
-    def __init__(self, epoch: str, config: Config, registry: CacheRegistry, metrics: Metrics) -> None:
+    def __init__(
+        self, epoch: str, config: Config, registry: CacheRegistry, metrics: Metrics, memory_prefix: str
+    ) -> None:
         self.epoch = epoch
+        self.memory_prefix = memory_prefix
         self.config = config
         self.registry = registry
         self.metrics = metrics
@@ -79,6 +83,7 @@ class Session:
         self._attach_turn = asyncio.Lock()
         self._cache: PrefixCache | None = None
         self._rank = 0
+        self._token_file: TokenFile | None = None
         self._lease_turns: dict[int, asyncio.Lock] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._writing: set[asyncio.Task[None]] = set()  # those of them that have only to write their answer
@@ -136,6 +141,8 @@ class Session:
             _, pending = await asyncio.wait(self._running, timeout=self._sessions.config.grace_s)
             for unread in pending & self._writing:
                 unread.cancel()
+        if self._token_file is not None:
+            self._token_file.close()
         if self._cache is None:
             return
         free_at = time.monotonic() + self._sessions.config.grace_s
@@ -172,6 +179,8 @@ class Session:
         identity = identity_from_message(request.identity)
         self._cache = await self._sessions.registry.attach(identity, request.device_uuids, self.session_id)
         self._rank = identity.rank
+        if self._rank == 0:
+            self._token_file = TokenFile(f"{self._sessions.memory_prefix}tokens-{self.session_id}")
         return pb.AttachResponse(
             epoch=self._sessions.epoch,
             fingerprint=self._cache.identity.fingerprint,
@@ -179,11 +188,13 @@ class Session:
             lease_ttl_ms=int(self._sessions.config.lease_ttl_s * 1000),
             session_id=self.session_id,
             pool_id=self._cache.pool_id,
+            token_file=self._token_file.path if self._token_file else "",
+            token_file_bytes=self._token_file.num_bytes if self._token_file else 0,
         )
 
     async def _acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         cache = self._attached
-        if self._rank:
+        if self._token_file is None:
             raise InvalidRequestError(
                 f"rank {self._rank} asks for a lease; rank 0 acquires for all ranks and tells the others, for page "
                 "numbers are the same on all of them"
@@ -192,7 +203,7 @@ class Session:
             raise DrainingError("the daemon is draining and gives no new leases; attach to its successor")
         prompt = prompt_from(
             request.namespace,
-            request.tokens,
+            self._token_file.tokens_of(request),
             request.extra_keys,
             cache.identity.layout.page_size,
             request.prefill_tokens_per_second,

@@ -39,7 +39,7 @@ class SocketLock:
         # NOTE: The lock is ours, so a socket that lies here belongs to a daemon that was killed.
         socket.unlink(missing_ok=True)
 
-    def claim_pool_prefix(self) -> str:
+    def claim_memory_prefix(self) -> str:
         """Prefix of this daemon's shared memory; removes what a killed daemon left under it.
 
         It follows from the lock file, not from its path: daemons in containers that share their shared memory may all
@@ -48,7 +48,7 @@ class SocketLock:
         file = os.fstat(self._descriptor)
         prefix = f"kvtier-{file.st_dev:x}-{file.st_ino:x}-"
         if num_removed := remove_stale(prefix):
-            _log.warning("removed %d pools of a daemon that was killed", num_removed)
+            _log.warning("removed %d pieces of shared memory of a daemon that was killed", num_removed)
         return prefix
 
     def close(self) -> None:

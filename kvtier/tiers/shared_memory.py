@@ -71,6 +71,10 @@ class SharedMemory:
                 raise
             self.taken_bytes = taken_bytes
 
+    def read(self, num_bytes: int) -> bytes:
+        """A copy of the first so many bytes. It maps no page, which the first reader of `memory` pays for."""
+        return os.pread(self._descriptor, num_bytes, 0)
+
     def give_up_rest(self) -> None:
         """Takes no more than it has; what is behind that must not be touched."""
         os.ftruncate(self._descriptor, self.taken_bytes)

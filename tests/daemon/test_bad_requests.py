@@ -132,6 +132,11 @@ SESSION_CASES: dict[str, Refusal] = {
         acquire(tokens=ONE_PAGE + BEYOND),
         "token 1000 at position 16 is not below the vocabulary size 1000; attach with the model's own",
     ),
+    "tokens in two places": invalid(acquire(tokens=TOKENS, token_file_bytes=4), "send them in one of the two"),
+    "more tokens than the file has": invalid(
+        acquire(token_file_bytes=(1 << 20) + 4), "0 bytes of tokens, and 1048580 more in a token file of 1048576"
+    ),
+    "half a token in the file": invalid(acquire(token_file_bytes=6), "6 bytes; send little-endian uint32"),
     "extra key of 0 bytes": invalid(acquire(extra_keys=extra(b"")), "send a digest of 1 to 32"),
     "extra key of 33 bytes": invalid(acquire(extra_keys=extra(b"x" * 33)), "has 33 bytes"),
     "wait too long": invalid(acquire(wait_ms=60_001), "wait at most 60000"),

@@ -31,14 +31,14 @@ def prefix_of(socket_path: Path) -> str:
     return f"kvtier-{lock.st_dev:x}-{lock.st_ino:x}-"
 
 
-def pools_of(socket_path: Path) -> list[Path]:
+def memory_of(socket_path: Path) -> list[Path]:
     """The shared memory of the daemon on a socket."""
     return sorted(SHARED.glob(f"{prefix_of(socket_path)}*"))
 
 
-def names_of_pools(socket_path: Path) -> list[str]:
+def names_of(socket_path: Path) -> list[str]:
     """Without the prefix."""
-    return [pool.name.removeprefix(prefix_of(socket_path)) for pool in pools_of(socket_path)]
+    return [file.name.removeprefix(prefix_of(socket_path)) for file in memory_of(socket_path)]
 
 
 async def test_only_the_user_reaches_socket_and_pools_and_both_go(directory: Path) -> None:
@@ -48,9 +48,9 @@ async def test_only_the_user_reaches_socket_and_pools_and_both_go(directory: Pat
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         async with await AsyncSession.connect(f"unix:{path}", IDENTITY) as session:
             await store(session, "tenant", some_tokens(2, seed=1))
-            assert [stat.S_IMODE(pool.stat().st_mode) for pool in pools_of(path)] == [0o600, 0o600]
+            assert [stat.S_IMODE(file.stat().st_mode) for file in memory_of(path)] == [0o600] * 3
     assert not path.exists()
-    assert pools_of(path) == []
+    assert memory_of(path) == []
 
 
 async def test_a_second_daemon_on_the_same_socket_is_refused_and_the_first_goes_on(directory: Path) -> None:
@@ -59,7 +59,7 @@ async def test_a_second_daemon_on_the_same_socket_is_refused_and_the_first_goes_
         with pytest.raises(ConfigurationError, match=rf"a daemon \(process {os.getpid()}\) serves on .*kvtier.sock"):
             async with running(small_config(directory)):
                 pass
-        assert names_of_pools(directory / "kvtier.sock") == ["0-0-device", "0-0-host"]
+        assert names_of(directory / "kvtier.sock") == ["0-0-device", "0-0-host", "tokens-1"]
         lease = await session.acquire("tenant", some_tokens(2, seed=1))
         assert lease.matched_tokens == TokensByTier(2 * PAGE_SIZE, 0, 0)
     async with running(small_config(directory)) as operator:  # the lock is free again
@@ -75,7 +75,7 @@ async def test_a_stale_socket_and_pools_of_a_killed_daemon_are_removed(directory
     other.write_bytes(b"not ours")
     try:
         async with running(small_config(directory)), await attach(directory):
-            assert names_of_pools(directory / "kvtier.sock") == ["0-0-device", "0-0-host"]
+            assert names_of(directory / "kvtier.sock") == ["0-0-device", "0-0-host", "tokens-1"]
             assert other.read_bytes() == b"not ours"
     finally:
         other.unlink()
@@ -97,7 +97,7 @@ async def test_daemons_that_see_their_sockets_at_one_path_have_pools_of_their_ow
                 lease = await late.acquire("tenant", prompt)
                 assert lease.matched_tokens == TokensByTier(2 * PAGE_SIZE, 0, 0)
                 assert_true_pages(late, lease, "tenant", prompt)
-    assert [pools_of(directory / name / "kvtier.sock") for name in prompts] == [[], []]
+    assert [memory_of(directory / name / "kvtier.sock") for name in prompts] == [[], []]
 
 
 def not_pem(directory: Path) -> Path:
@@ -154,7 +154,7 @@ async def test_pools_larger_than_shared_memory_are_refused_with_numbers(director
             ConfigurationError, match=r"[\d,]+ bytes of shared memory do not fit: /dev/shm has [\d,]+ free"
         ):
             await attach(directory)
-        assert pools_of(directory / "kvtier.sock") == []
+        assert memory_of(directory / "kvtier.sock") == []
         assert len(operator.statistics().caches) == 0
 
 
