@@ -68,9 +68,6 @@ class Stream:
         self.token_file = TokenFile(attached.token_file, attached.token_file_bytes)
         self.lease_ttl_s = attached.lease_ttl_ms / 1000
         self.valid_until_s = time.monotonic() + self.lease_ttl_s
-        # The first request that has nothing to open takes a good while longer than those after it. It need not be the
-        # one that a prompt waits for.
-        await self.call("heartbeat", timeout_s)
         self._start(self._beat())
         return PoolMapping(pool_from_message(attached.pool), attached.epoch, attached.pool_id)
 
