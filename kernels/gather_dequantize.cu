@@ -79,8 +79,8 @@ __device__ __forceinline__ Stored load_item(const u8* address, const u8* scale) 
   return stored;
 }
 
-// Brings what this thread block will read of a page into L2; of a block with 64 values a thread the scales alone. All blocks
-// of such a launch come at once, and with as much under way they load their data sooner by themselves.
+// Brings what this thread block will read of a page into L2; with 64 values a thread the scales alone, since that many
+// loads of codes get there sooner by themselves.
 __device__ __forceinline__ void prefetch_items(const u8* data, const u8* scales, u32 num_items) {
 #if __CUDA_ARCH__ >= 900
   const u32 first = blockIdx.x * kItemsPerBlock;
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const auto offset_of = [&](const Place& place) {
     return place.token * token_step + place.head * head_step + place.column;
   };
-  if constexpr (VALUES == 64) {
+  if constexpr (VALUES == 64) {  // else the assembler computes them again for each of the many loads, behind the wait
     kvtier::keep(data), kvtier::keep(scales);
     __builtin_assume(__isGlobal(data)), __builtin_assume(__isGlobal(scales));
   }
