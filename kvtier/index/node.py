@@ -13,6 +13,7 @@ class Node:
     """A run of pages below `parent`. Changed by `RadixTree` and `PageIndex` only."""
 
     __slots__ = (
+        "__weakref__",
         "children",
         "device",
         "device_children",

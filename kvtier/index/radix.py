@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -73,10 +74,12 @@ class RadixTree:
         self.stride = page_size * TOKEN_BYTES  # bytes of a page's tokens
         self.num_nodes = 0
         self.num_pages = 0
-        self._roots: dict[str, Node] = {}
+        # NOTE: A root without pages goes with the last cursor on it: prompts may name any number of namespaces.
+        self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
+        self._roots_with_pages: dict[str, Node] = {}
 
     def root(self, namespace: str, root_key: bytes) -> Cursor:
-        """The start of a namespace; made on first use."""
+        """The start of a namespace, new where there is none."""
         node = self._roots.get(namespace)
         if node is None:
             # A root has no pages; its `keys` holds the parent key of the first ones.
@@ -166,6 +169,8 @@ class RadixTree:
             else:
                 child = Node(node, node.namespace, start, extra, run, run_keys)
                 node.children[extra + run[: self.stride]] = child
+                if node.parent is None:
+                    self._roots_with_pages[node.namespace] = node
                 self.num_nodes += 1
                 self.num_pages += child.num_pages
                 segments.append(Segment(child, 0, child.num_pages))
@@ -218,6 +223,8 @@ class RadixTree:
             parent = node.parent
             assert parent is not None
             del parent.children[node.extra + node.tokens[: self.stride]]
+            if parent.parent is None and not parent.children:
+                del self._roots_with_pages[parent.namespace]
             self.num_nodes -= 1
         node.tokens = node.tokens[: num_pages * self.stride]
         node.keys = node.keys[: num_pages * KEY_BYTES]
@@ -227,8 +234,9 @@ class RadixTree:
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """All nodes but the roots, parents before children; of one namespace, or of all."""
-        roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
-        stack = [child for root in roots for child in root.children.values()]
+        roots = self._roots_with_pages
+        chosen = roots.values() if namespace is None else filter(None, [roots.get(namespace)])
+        stack = [child for root in chosen for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

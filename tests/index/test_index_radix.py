@@ -86,6 +86,27 @@ def test_namespaces_have_nothing_in_common() -> None:
     assert keys_on_path(find(tree, [1]).end) != keys_on_path(find(tree, [1], namespace="b").end)
 
 
+def test_a_namespace_is_there_as_long_as_it_has_pages_or_a_cursor() -> None:
+    """Prompts name any number of namespaces, most of which never get a page."""
+    tree = new_tree()
+    for number in range(100):
+        assert tree.match(root(tree, f"tenant-{number}"), tokens_of(1, 2), {}).num_pages == 0
+    assert len(list(tree._roots)) == 0
+    (segment,) = tree.path(add(tree, root(tree), [1, 2]))
+    assert find(tree, [1, 2]).num_pages == 2
+    cursor = root(tree)
+    tree.trim(segment.node, 0)
+    del segment
+    assert root(tree).node is cursor.node, "whoever has a cursor adds where others find it"
+    add(tree, cursor, [3])
+    del cursor
+    (node,) = tree.nodes()
+    assert [found.tokens for found in tree.nodes("a")] == [node.tokens] == [tokens_of(3)]
+    tree.trim(node, 0)
+    del node
+    assert len(list(tree._roots)) == 0
+
+
 # --- structure -------------------------------------------------------------------------------------------------------
 
 

@@ -83,9 +83,9 @@ class GatherVariant(NamedTuple):
         From NVFP4 to FP8 one turn of thread blocks with twice the work is faster than two turns: by 5% on an H200.
         Of more turns a smaller part is lost, and less than one would leave much of the chip idle with large blocks.
         """
-        large = self._replace(values=64)
         if self.page_format is not PageFormat.NVFP4 or self.output_dtype is not torch.float8_e4m3fn:
             return self
+        large = self._replace(values=64)
         large_blocks, blocks = (variant.blocks_a_side(num_kv_heads) * num_sides for variant in (large, self))
         return large if large_blocks <= num_resident_blocks < blocks else self
 
