@@ -154,7 +154,7 @@ async def test_figures_equal_what_a_scripted_load_must_give(directory: Path, val
         assert metrics["evictions_total{outcome=dropped,tier=device}"] == 0
         assert metrics["evictions_total{outcome=dropped,tier=host}"] == 0
         assert metrics["rpc_errors_total{method=acquire,status=RESOURCE_EXHAUSTED}"] == 1
-        assert metrics["rpc_seconds_count{method=acquire}"] == 17
+        assert metrics["rpc_seconds_count{method=acquire}"] == 18  # one of them to warm up
         assert metrics["sessions"] == 1
         assert metrics["leases"] == 2
         # 8 matched and 3 reserved by the one; the duplicate of the other, whose original the first holds as well.
