@@ -133,7 +133,7 @@ class AsyncSession:
         self._attached.set()
 
     async def _warm_up(self) -> None:
-        """Acquires nothing, once: the first acquire of a process takes a quarter longer than the second."""
+        """Acquires nothing, once: it makes the first real acquire of a process a fifth faster."""
         if self.identity.rank == 0:
             lease = await self.acquire(_NOBODY, b"")
             await lease.release()

@@ -244,6 +244,9 @@ class RadixTree:
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every node agrees with its parent, its label and the counts."""
+        for namespace, root in self._roots_with_pages.items():
+            assert root.children, "a root without pages is kept"
+            assert self._roots.get(namespace) is root, "a namespace has two roots"
         num_nodes = num_pages = 0
         for node in self.nodes():
             parent = node.parent

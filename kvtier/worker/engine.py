@@ -12,11 +12,11 @@ from typing import NamedTuple
 from kvtier.client import Lease, PoolMapping, Session
 from kvtier.errors import CacheFullError, DrainingError, InvalidRequestError, KvtierError, SessionLostError
 from kvtier.pages.layout import PageLayout
-from kvtier.pages.recipe import PLAIN, Recipe
+from kvtier.pages.recipe import Recipe
 from kvtier.worker.admission import LEASE_GONE, Admission, Admitted, release
 from kvtier.worker.chunk import Chunk
 from kvtier.worker.model import WorkerModel
-from kvtier.worker.options import DEFAULT_OPTIONS, WorkerOptions
+from kvtier.worker.options import WorkerOptions
 from kvtier.worker.ranks import NO_OTHER_RANKS, Ranks
 from kvtier.worker.rate import PrefillRate
 from kvtier.worker.request import FinishReason, Reply, Request
@@ -58,8 +58,8 @@ class Worker:
         session: Session,
         model: WorkerModel,
         layout: PageLayout,
-        options: WorkerOptions = DEFAULT_OPTIONS,
-        recipe: Recipe = PLAIN,
+        options: WorkerOptions,
+        recipe: Recipe,
         ranks: Ranks = NO_OTHER_RANKS,
     ) -> None:
         self._session = session

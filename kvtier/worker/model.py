@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class WorkerModel:
 
     def default_recipe(self, page_format: PageFormat) -> Recipe:
         """For NVFP4 pages what kvtier ships for these weights, else `SEARCH`; other pages hold values as they are."""
-        return find_recipe("shipped", self.revision) if page_format is PageFormat.NVFP4 else PLAIN
+        return _shipped_or_search(self.revision) if page_format is PageFormat.NVFP4 else PLAIN
 
     def identity(
         self,
@@ -78,13 +79,15 @@ class WorkerModel:
         page_size: int = 64,
         prefill_attends: PrefillAttends = PrefillAttends.FRESH,
         open_page: OpenPage = OpenPage.BF16,
-        recipe: Recipe = PLAIN,
+        recipe: Recipe | None = None,
     ) -> CacheIdentity:
         """What a session attaches with.
 
         The dtype of the arithmetic, what a prefill attends to and how open pages are kept are part of it: the stored
-        values depend on them. Raises `InvalidRequestError` when `recipe` is another model's.
+        values depend on them. So is `recipe`; None is `default_recipe`. Raises `InvalidRequestError` when it is another
+        model's.
         """
+        recipe = recipe or self.default_recipe(page_format)
         num_layers, num_kv_heads, head_dim, _ = self.geometry
         recipe.check_fits(self.name, self.revision, num_layers, num_kv_heads * self.world_size, head_dim)
         layout = PageLayout(page_format, num_layers, num_kv_heads, head_dim, page_size)
@@ -115,6 +118,12 @@ def device_uuids(devices: Sequence[torch.device]) -> list[str]:
     from kvtier.cuda_driver import gpus
 
     return [gpus()[device.index or 0].uuid for device in devices]
+
+
+@functools.cache
+def _shipped_or_search(revision: str) -> Recipe:
+    """Loaded, or said not to be there, once."""
+    return find_recipe("shipped", revision)
 
 
 def load_model(

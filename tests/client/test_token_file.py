@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import PAGE_SIZE, attach, small_config, some_tokens
+from serving import IDENTITY, PAGE_SIZE, attach, eventually, pool_settings, small_config, some_tokens
 
-from kvtier.client import AsyncSession
+from kvtier.client import AsyncSession, Client
 from kvtier.client.convert import Tokens
 from kvtier.daemon import token_file
 from kvtier.daemon.server import running
-from kvtier.errors import ConfigurationError
+from kvtier.errors import ConfigurationError, DeadlineError
+from kvtier.launch import daemon_process
 
 NUM_PAGES = 600  # 38,400 bytes of tokens
 PROMPTS = [some_tokens(NUM_PAGES, seed=seed) for seed in (1, 2)]
@@ -114,6 +117,26 @@ async def test_without_access_to_the_file_all_lies_in_messages(
         sent = await Sent.watching(session, monkeypatch)
         assert await found_tokens(session, PROMPTS[0]) == NUM_TOKENS
         assert sent.bytes_in_file == [0]
+
+
+async def test_tokens_that_nobody_waits_for_do_not_get_in_the_way_of_the_next(directory: Path) -> None:
+    """The daemon hangs; when it goes on, the file has the tokens of the second request, and it answers both."""
+    with daemon_process(directory, redis="none", **pool_settings(1300)) as daemon:
+        async with await AsyncSession.connect(daemon.address, IDENTITY, timeout_s=2.0) as session:
+            await publish(session, PROMPTS[1])
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(DeadlineError):
+                    await session.acquire("tenant", PROMPTS[0])
+                second = asyncio.create_task(session.acquire("tenant", PROMPTS[1]))
+                await asyncio.sleep(0.1)
+            finally:
+                os.kill(daemon.process.pid, signal.SIGCONT)
+            lease = await second
+            assert lease.matched_tokens.device == NUM_TOKENS
+            with Client(daemon.address) as client:
+                await eventually(lambda: client.statistics().caches[0].leases == 1)  # the first was given back
+            await lease.release()
 
 
 async def test_the_file_ends_with_its_session(directory: Path) -> None:

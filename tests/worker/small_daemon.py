@@ -12,6 +12,7 @@ from worker_fixtures import StartWorker
 from kvtier.client import Client
 from kvtier.launch import DaemonProcess, daemon_process
 from kvtier.pages.layout import PageFormat
+from kvtier.pages.recipe import PLAIN
 from kvtier.worker import (
     PrefillAttends,
     Reply,
@@ -20,7 +21,7 @@ from kvtier.worker import (
 )
 
 FORMAT = PageFormat.NVFP4
-IDENTITY = tiny_model("llama").identity(FORMAT, PAGE_SIZE, PrefillAttends.QUANTIZED)
+IDENTITY = tiny_model("llama").identity(FORMAT, PAGE_SIZE, PrefillAttends.QUANTIZED, recipe=PLAIN)
 NUM_PAGES = 24
 
 
